@@ -1,0 +1,35 @@
+# make demo: set everything up and run the whole line on the embedded demo pool
+# make test: set everything up and run all checks and tests
+# make ui:   the Dagster UI on the demo's instance
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+PYTHON ?= python3.11
+BIN := .venv/bin
+# Small models gain nothing from spinning threads, and two processes that spin on two cores stall each other.
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE := 1
+export HF_DATASETS_OFFLINE := 1
+
+.PHONY: demo test ui lint clean
+demo: .venv/installed
+	$(BIN)/python -m demo.make_pool .sandhi-demo --size demo
+	$(BIN)/sandhi build pools/demo.yaml
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+ui: .venv/installed
+	$(BIN)/python -m demo.make_pool .sandhi-demo --size demo
+	$(BIN)/python -m pipelines.ui
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .sandhi .sandhi-demo

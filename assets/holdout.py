@@ -1,0 +1,44 @@
+"""holdout[pool.model]: the boldest cutoff that holds on questions that decided nothing before."""
+
+from assets.stage import Check, Job, Outcome, StageAsset
+from sandhi_core.evaluation.evaluator import merged_weights
+from sandhi_core.holdout import walk_holdout
+from sandhi_core.records import CutoffSet, Evaluation, Trajectory
+
+
+def run(job: Job) -> Outcome:
+    pool, entry = job.bench.catalogue.entry(job.key)
+    artifacts = job.bench.artifacts
+    fingerprint = job.bench.fingerprint(entry.name)
+    evaluator = job.bench.evaluator(pool, entry)
+
+    def evaluate(tensors: dict[str, str]) -> Evaluation:
+        return evaluator.evaluate("holdout", merged_weights(fingerprint, tensors, job.bench.store))
+
+    record = walk_holdout(
+        pool.name,
+        entry,
+        artifacts.load(CutoffSet, "cutoffs", job.key),
+        artifacts.load(Trajectory, "trajectory", job.key),
+        evaluate,
+    )
+    tasks = record.tasks.items()
+    metadata = {
+        "steps": record.steps,
+        "looks": len(record.walked),
+        **{f"difference {t}": r.difference for t, r in tasks},
+        **{f"certified {t}": r.certified for t, r in tasks},
+    }
+    verdict = "; ".join(f"{t} {r.original:.4f} -> {r.merged:.4f}, budget {r.budget}" for t, r in tasks)
+    within = all(r.within_budget for _, r in tasks)
+    return Outcome(record, metadata, (Check("within_budget", within, verdict),))
+
+
+STAGE = StageAsset(
+    name="holdout",
+    description="Cutoffs tried from safe to bold on the holdout split; the last that stays within budget.",
+    run=run,
+    checks=("within_budget",),
+    scores=True,
+    kinds=frozenset({"pytorch"}),
+)

@@ -1,0 +1,35 @@
+"""merged_weights[pool]: the deployed point as ordinary checkpoint directories that hold shared bytes once."""
+
+from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.cutoffs import tensors_at
+from sandhi_core.export import export_pool
+from sandhi_core.records import HoldoutScore, OperatingPoints, Trajectory
+
+
+def run(job: Job) -> Outcome:
+    bench = job.bench
+    points = bench.artifacts.load(OperatingPoints, "operating_points", job.key)
+    trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
+    holdouts = bench.of_pool(HoldoutScore, "holdout", job.key)
+    deployed = points.deployed
+    record = export_pool(
+        bench.catalogue.pools[job.key],
+        deployed.name,
+        bench.checkpoints(job.key),
+        bench.fingerprints(job.key),
+        {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()},
+        {m: holdout.weights for m, holdout in holdouts.items()},
+        bench.store,
+        bench.artifacts.directory("exports"),
+    )
+    return Outcome(
+        record, {"export": str(bench.artifacts.root / record.export), "manifest": record.manifest}
+    )
+
+
+STAGE = StageAsset(
+    name="merged_weights",
+    description="Exported checkpoints of the deployed point; shared tensors are links to one file.",
+    run=run,
+    kinds=frozenset({"safetensors"}),
+)

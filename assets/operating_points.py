@@ -1,0 +1,37 @@
+"""operating_points[pool]: a cutoff for every model, what it saves, and the point that is deployed."""
+
+from assets.pictures import picture
+from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.cutoffs import operating_points
+from sandhi_core.records import CutoffSet, HoldoutScore, Plan, Trajectory
+from sandhi_core.report.figures import pareto_chart
+
+
+def run(job: Job) -> Outcome:
+    bench = job.bench
+    record = operating_points(
+        bench.catalogue.pools[job.key],
+        bench.of_pool(CutoffSet, "cutoffs", job.key),
+        bench.of_pool(Trajectory, "trajectory", job.key),
+        bench.of_pool(Plan, "plan", job.key),
+        bench.fingerprints(job.key),
+        bench.of_pool(HoldoutScore, "holdout", job.key),
+    )
+    deployed = record.deployed.savings
+    return Outcome(
+        record,
+        {
+            "pareto": picture(pareto_chart(record)),
+            "bytes of all checkpoints": deployed.checkpoint_bytes,
+            "bytes of exact duplicates": deployed.duplicates,
+            "bytes claimed": deployed.net,
+            "share claimed": deployed.net / deployed.checkpoint_bytes,
+        },
+    )
+
+
+STAGE = StageAsset(
+    name="operating_points",
+    description="Named operating points of the pool with savings and drops, their Pareto frontier, the deployed one.",
+    run=run,
+)

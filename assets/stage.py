@@ -1,0 +1,156 @@
+"""How a stage becomes an asset: partitions, dependencies and checks all come from the catalogue's graph.
+
+A stage's module says what it computes (`run`) and what is worth looking at; everything else is here, once.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import dagster as dg
+
+from resources.artifact_root import ArtifactRoot
+from resources.bench import Bench
+from sandhi_core.catalogue import Planner
+from sandhi_core.errors import SandhiError
+from sandhi_core.graph import STAGES, Catalogue, Node, Scope, fingerprint
+from sandhi_core.records import Record
+
+FINGERPRINT_TAG = "sandhi/fingerprint"
+REGROUP_TAG = "sandhi/regroup"  # on a run: form groups anew, whatever the pool file says of new models
+
+
+Listener = Callable[[str, str, float], None]
+"""Called with stage, model and seconds after every fresh evaluation."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One partition of one stage being materialised."""
+
+    bench: Bench
+    key: str
+    regroup: bool
+    log: Callable[[str], None]
+
+    @property
+    def pool(self) -> str:
+        return self.key.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The verdict of one asset check."""
+
+    name: str
+    passed: bool
+    description: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    record: Record
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageAsset:
+    """`scores` stages evaluate models: they take a slot of the `scoring` concurrency pool."""
+
+    name: str
+    description: str
+    run: Callable[[Job], Outcome]
+    checks: tuple[str, ...] = ()
+    scores: bool = False
+    kinds: frozenset[str] = frozenset()
+
+    def asset(self, catalogue: Catalogue, listener: Listener) -> dg.AssetsDefinition:
+        """`listener` is told of every fresh evaluation while it runs in this process."""
+        partitions = {name: _partitions(catalogue, stage.scope) for name, stage in STAGES.items()}
+        mapped = _mappings(catalogue, self.name)
+
+        @dg.asset(
+            name=self.name,
+            description=self.description,
+            partitions_def=partitions[self.name],
+            code_version=str(STAGES[self.name].version),
+            group_name="sandhi",
+            kinds=set(self.kinds),
+            pool="scoring" if self.scores else None,
+            deps=[
+                dg.AssetDep(name, partition_mapping=dg.StaticPartitionMapping(mapping))
+                for name, mapping in mapped.items()
+            ],
+            check_specs=[
+                dg.AssetCheckSpec(check, asset=self.name, blocking=True, partitions_def=partitions[self.name])
+                for check in self.checks
+            ],
+        )
+        def materialise(
+            context: dg.AssetExecutionContext, artifact_root: ArtifactRoot
+        ) -> Iterator[dg.MaterializeResult[Any]]:
+            yield self._materialise(context, catalogue, artifact_root, listener)
+
+        return materialise
+
+    def _materialise(
+        self,
+        context: dg.AssetExecutionContext,
+        catalogue: Catalogue,
+        artifact_root: ArtifactRoot,
+        listener: Listener,
+    ) -> dg.MaterializeResult[Any]:
+        artifacts = artifact_root.artifacts()
+        planner = Planner(catalogue, artifacts)
+        node: Node = (self.name, context.partition_key)
+        started = time.monotonic()
+        evaluations = 0
+
+        def evaluated(model: str, seconds: float) -> None:
+            nonlocal evaluations
+            evaluations += 1
+            context.log.info(f"evaluation {evaluations} of {model}: {seconds:.2f} s")
+            listener(self.name, model, seconds)
+
+        bench = Bench(catalogue, artifacts, evaluated)
+        regroup = context.run.tags.get(REGROUP_TAG) == "true"
+        own = planner.own(node)  # before the work: what changes meanwhile must look stale afterwards
+        try:
+            upstream = {u: artifacts.required(u).data_version for u in planner.graph[node]}
+            outcome = self.run(Job(bench, context.partition_key, regroup, context.log.info))
+        except SandhiError as error:
+            raise dg.Failure(description=str(error), allow_retries=False) from error
+        wanted = fingerprint(node, own, upstream)
+        version = artifacts.save(node, wanted, own, outcome.record)
+        return dg.MaterializeResult(
+            metadata={**outcome.metadata, "seconds": time.monotonic() - started, "evaluations": evaluations},
+            data_version=dg.DataVersion(version),
+            tags={FINGERPRINT_TAG: wanted},
+            check_results=[
+                dg.AssetCheckResult(
+                    check_name=check.name,
+                    passed=check.passed,
+                    description=check.description,
+                    metadata=dict(check.metadata),
+                    severity=dg.AssetCheckSeverity.ERROR,
+                )
+                for check in outcome.checks
+            ],
+        )
+
+
+def _partitions(catalogue: Catalogue, scope: Scope) -> dg.StaticPartitionsDefinition:
+    return dg.StaticPartitionsDefinition(list(catalogue.keys(scope)))
+
+
+def _mappings(catalogue: Catalogue, stage: str) -> dict[str, dict[str, list[str]]]:
+    """For each upstream stage: upstream key to the keys of `stage` that read it."""
+    mapped: dict[str, dict[str, list[str]]] = {}
+    for (name, key), upstream in catalogue.graph().items():
+        if name == stage:
+            for upper, upper_key in upstream:
+                mapped.setdefault(upper, {}).setdefault(upper_key, []).append(key)
+    return mapped

@@ -1,0 +1,47 @@
+"""trajectory[pool.model]: merge, check, roll back; every decision with its score."""
+
+from assets.pictures import picture
+from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.evaluation.evaluator import merged_weights
+from sandhi_core.records import Evaluation, Plan
+from sandhi_core.report.figures import trajectory_chart
+from sandhi_core.search import search
+
+
+def run(job: Job) -> Outcome:
+    pool, entry = job.bench.catalogue.entry(job.key)
+    plan = job.bench.artifacts.load(Plan, "plan", job.key)
+    fingerprint = job.bench.fingerprint(entry.name)
+    evaluator = job.bench.evaluator(pool, entry)
+
+    def score(tensors: dict[str, str], lowest_layer: int) -> Evaluation:
+        return evaluator.evaluate("search", merged_weights(fingerprint, tensors, job.bench.store), lowest_layer)
+
+    record = search(
+        plan,
+        pool.search,
+        pool.tolerance(entry),
+        score({}, 0),
+        job.bench.shared_tensors().digest,
+        score,
+    )
+    accepted = sum(s.decision == "accepted" for s in record.steps)
+    budgets = {t.task: t.budget for t in entry.tasks}
+    return Outcome(
+        record,
+        {
+            "trajectory": picture(trajectory_chart(record, budgets)),
+            "steps": len(record.steps),
+            "accepted": accepted,
+            "evaluations of the walk": record.evaluations,
+        },
+    )
+
+
+STAGE = StageAsset(
+    name="trajectory",
+    description="One model's walk along its plan: each step applied, scored on the search split, kept or not.",
+    run=run,
+    scores=True,
+    kinds=frozenset({"pytorch"}),
+)

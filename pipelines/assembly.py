@@ -1,0 +1,25 @@
+"""The one place where everything is put together: assets, jobs, sensor, schedule, resources."""
+
+import dagster as dg
+
+from assets.stage import Listener
+from assets.stages import STAGE_ASSETS
+from pipelines.jobs import jobs
+from pipelines.schedules import nightly_rebuild
+from pipelines.sensors import rebuild_sensor
+from pipelines.settings import Settings
+from resources.artifact_root import ArtifactRoot
+from sandhi_core.graph import Catalogue
+
+
+def build_definitions(
+    catalogue: Catalogue, settings: Settings, listener: Listener = lambda stage, model, seconds: None
+) -> dg.Definitions:
+    """Definitions for the pools of `catalogue` in the artifact root of `settings`."""
+    return dg.Definitions(
+        assets=[stage.asset(catalogue, listener) for stage in STAGE_ASSETS],
+        jobs=jobs(),
+        sensors=[rebuild_sensor(catalogue, settings)],
+        schedules=[nightly_rebuild(catalogue)],
+        resources={"artifact_root": ArtifactRoot(path=str(settings.root))},
+    )

@@ -1,0 +1,94 @@
+"""`sandhi build`: preflight, the jobs, and what came out of them as one document."""
+
+from pathlib import Path
+from typing import Any
+
+from pipelines.checking import check
+from pipelines.headless import build
+from pipelines.progress import Progress
+from pipelines.reporting import report_pool
+from pipelines.settings import Settings
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.errors import PreflightError, Problem
+from sandhi_core.graph import Catalogue, Node
+from sandhi_core.pool import ModelEntry
+from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
+
+
+def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
+    """Run what is stale of a pool and report it.
+
+    Raises PreflightError with all problems before anything is scored, BuildFailed where a stage failed.
+    """
+    catalogue = load_catalogue([file])
+    settings = Settings(file, root)
+    artifacts = settings.artifacts()
+    expected = 0
+    if regroup or Planner(catalogue, artifacts).schedule().frontier:
+        findings = check(file, root)
+        problems = [Problem.model_validate(p) for p in findings["problems"]]
+        if not findings["ok"]:
+            raise PreflightError(problems)
+        expected = findings["plan"]["evaluations"]
+    built = build(catalogue, settings, Progress(expected), regroup=regroup)
+    (name,) = catalogue.pools
+    report = report_pool(file, root)
+    return {
+        "ran": [list(node) for node in built.ran],
+        "evaluations": {m: built.evaluations[m] for m in sorted(catalogue.members(name))},
+        "pools": {name: summary(catalogue, artifacts, name, report)},
+    }
+
+
+def dry_run(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
+    """What a build would run (`stale`), what that may make stale (`waiting`), and the cost of both at most."""
+    catalogue = load_catalogue([file])
+    artifacts = Settings(file, root).artifacts()
+    forced = frozenset(n for n in catalogue.graph() if regroup and n[0] == "groups")
+    schedule = Planner(catalogue, artifacts).schedule(forced)
+    findings = check(file, root)
+    return {
+        "ok": findings["ok"],
+        "problems": findings["problems"],
+        "stale": _listed(schedule.frontier),
+        "waiting": _listed(schedule.waiting),
+        "plan": findings["plan"],
+    }
+
+
+def _listed(nodes: "dict[Node, str] | tuple[Node, ...]") -> list[list[str]]:
+    return [list(node) for node in nodes]
+
+
+def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path) -> dict[str, Any]:
+    """The deployed point of a built pool: every model's scores, the bytes, and where everything lies."""
+    points = artifacts.load(OperatingPoints, "operating_points", name)
+    proof = artifacts.load(SharingProof, "sharing_proof", name)
+    export = artifacts.root / artifacts.load(MergedWeights, "merged_weights", name).export
+    entries = catalogue.pools[name].models
+    return {
+        "point": points.deployed.name,
+        "models": {e.name: _model(e, artifacts.load(HoldoutScore, "holdout", f"{name}.{e.name}")) for e in entries},
+        "bytes": {
+            "checkpoints": proof.checkpoint_bytes,
+            "duplicates": proof.duplicates,
+            "claimed": proof.claimed,
+            "verified_disk": proof.verified_disk,
+            "verified_memory": proof.verified_memory,
+        },
+        "export": str(export),
+        "report": str(report),
+        "deployment": str(export / "deployment.json"),
+    }
+
+
+def _model(entry: ModelEntry, holdout: HoldoutScore) -> dict[str, Any]:
+    """The task that has used most of its budget, and under `tasks` all of them."""
+    tasks = [
+        {"task": name, **result.model_dump(exclude={"difference", "bound", "questions"})}
+        for name, result in holdout.tasks.items()
+    ]
+    used = {name: -result.difference / result.budget for name, result in holdout.tasks.items()}
+    tightest = max(tasks, key=lambda t: used[t["task"]])
+    return {**tightest, "tasks": tasks}

@@ -1,0 +1,133 @@
+"""The `sandhi` command: check, build, verify, report, schema.
+
+Standard output carries the answer (with --json, one JSON document); progress and problems go to standard error.
+Exit status: 0 sound, 1 something is wrong with the models or the result, 2 the command or pool file is wrong.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipelines.settings import default_root
+from sandhi_core.errors import SandhiError, UsageError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "check": ("say what is wrong with a pool and what building it would cost", "sandhi check pools/demo.yaml"),
+    "build": ("run every stage that is stale, as the Dagster jobs do", "sandhi build pools/demo.yaml --dry-run"),
+    "verify": ("hold an export to its manifest and deployment", "sandhi verify .sandhi/exports/demo/4f0c... --memory"),
+    "report": ("write the report of a pool that was built", "sandhi report pools/demo.yaml"),
+    "schema": ("print the JSON schema of pool files", "sandhi schema > pool.schema.json"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, remedy=f"see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="sandhi", description="Serve many fine-tuned language models from shared weights.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    added = {}
+    for name, (text, example) in COMMANDS.items():
+        added[name] = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
+    for name in ("check", "build", "report"):
+        added[name].add_argument("pool", type=Path, help="pool file (YAML)")
+        added[name].add_argument(
+            "--root", type=Path, default=None, help="artifact root (default: SANDHI_HOME, or .sandhi in the checkout)"
+        )
+    for name in ("check", "build", "verify", "report"):
+        added[name].add_argument("--json", action="store_true", help="one JSON document on standard output")
+    added["build"].add_argument("--dry-run", action="store_true", help="say what is stale and what it costs; run nothing")
+    added["build"].add_argument("--regroup", action="store_true", help="form the groups anew, as the nightly rebuild does")
+    added["check"].add_argument(
+        "--headers-only", action="store_true", help="do not read weights (finds no NaN, no damaged tensor data)"
+    )
+    added["verify"].add_argument("export", type=Path, help="directory that holds sandhi.json")
+    added["verify"].add_argument("--memory", action="store_true", help="also start processes and measure what they share")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status. Expected failures print one line each, never a traceback."""
+    try:
+        arguments = _parser().parse_args(argv)
+        root = (getattr(arguments, "root", None) or default_root()).expanduser().resolve()
+        document, status = _COMMANDS[arguments.command](arguments, root)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except SandhiError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"error: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
+        return 1
+    if document is not None:
+        json.dump(document, sys.stdout, indent=2, sort_keys=True, allow_nan=False)
+        print()
+    return status
+
+
+# Commands import what they need when they run: `sandhi --help` and `sandhi schema` should not wait for torch.
+
+
+def _schema(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
+    from sandhi_core.pool import json_schema
+
+    return json_schema(), 0
+
+
+def _check(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
+    from pipelines.checking import check
+    from sandhi_core.report.text import print_check
+
+    document = check(arguments.pool, root, deep=not arguments.headers_only)
+    if not arguments.json:
+        print_check(document)
+    return (document if arguments.json else None), (0 if document["ok"] else 1)
+
+
+def _build(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
+    from pipelines.building import build_pool, dry_run
+    from sandhi_core.report.text import print_build, print_dry_run
+
+    if arguments.dry_run:
+        document = dry_run(arguments.pool, root, regroup=arguments.regroup)
+    else:
+        document = build_pool(arguments.pool, root, regroup=arguments.regroup)
+    if not arguments.json:
+        (print_dry_run if arguments.dry_run else print_build)(document)
+    return (document if arguments.json else None), 0
+
+
+def _verify(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
+    from sandhi_core.report.text import print_verify
+    from sandhi_core.sharing import verify
+
+    document, sound = verify(arguments.export.expanduser().resolve(), memory=arguments.memory)
+    if not arguments.json:
+        print_verify(document)
+    return (document if arguments.json else None), (0 if sound else 1)
+
+
+def _report(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
+    from pipelines.reporting import report_pool
+
+    path = report_pool(arguments.pool, root)
+    if not arguments.json:
+        print(path)
+    return ({"report": str(path)} if arguments.json else None), 0
+
+
+_COMMANDS = {"schema": _schema, "check": _check, "build": _build, "verify": _verify, "report": _report}
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""The code location that Dagster loads (workspace.yaml): the pools of SANDHI_POOLS in the root of SANDHI_HOME."""
+
+from pipelines.assembly import build_definitions
+from pipelines.settings import Settings
+from sandhi_core.catalogue import load_catalogue
+
+_settings = Settings.from_environment()
+defs = build_definitions(load_catalogue(_settings.pool_files()), _settings)

@@ -1,0 +1,94 @@
+"""The same jobs as in the UI, run in this process until nothing of the given pools is stale."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets.stage import REGROUP_TAG
+from pipelines.assembly import build_definitions
+from pipelines.instance import HEADLESS_TAG, clear_dead_runs, dagster_home
+from pipelines.jobs import Run, runs
+from pipelines.progress import Progress
+from pipelines.settings import Settings
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.catalogue import Planner
+from sandhi_core.errors import SandhiError
+from sandhi_core.graph import Catalogue, Node
+
+
+class BuildFailed(SandhiError):
+    """A stage failed; the message is that stage's own."""
+
+    code = "build"
+
+
+@dataclass
+class Built:
+    ran: list[Node] = field(default_factory=list)
+    evaluations: Counter[str] = field(default_factory=Counter)
+
+
+def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regroup: bool = False) -> Built:
+    """Run what is stale, wave by wave. Raises BuildFailed at the first stage that fails.
+
+    `regroup` forms the groups anew, whatever they were.
+    """
+    artifacts = settings.artifacts()
+    built = Built()
+    with artifacts.lock():
+        dagster_home(settings.root)
+        definitions = build_definitions(catalogue, settings, progress.evaluated)
+        with dg.DagsterInstance.get() as instance:
+            clear_dead_runs(instance)
+            forced = frozenset(n for n in catalogue.graph() if regroup and n[0] == "groups")
+            while frontier := Planner(catalogue, artifacts).schedule(forced).frontier:
+                for run in runs(frontier):
+                    progress.started(run)
+                    built.evaluations.update(_execute(definitions, instance, run, regroup, artifacts))
+                    built.ran += [(stage, run.key) for stage in run.stages]
+                    progress.finished(run)
+                forced -= frontier.keys()
+    return built
+
+
+def _execute(
+    definitions: dg.Definitions, instance: dg.DagsterInstance, run: Run, regroup: bool, artifacts: Artifacts
+) -> Counter[str]:
+    """Run one job for one partition; returns the evaluations it made, by model."""
+    job = definitions.resolve_job_def(run.job)
+    result = job.execute_in_process(
+        instance=instance,
+        partition_key=run.key,
+        asset_selection=[dg.AssetKey(stage) for stage in run.stages],
+        tags={HEADLESS_TAG: "true", REGROUP_TAG: str(regroup).lower()},
+        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        raise_on_error=False,
+    )
+    if not result.success:
+        raise BuildFailed(_reason(result), remedy="mend it and build again: what is done is kept", **_about(run))
+    made: Counter[str] = Counter()
+    for event in result.get_asset_materialization_events():
+        metadata = event.materialization.metadata
+        made[run.key.rpartition(".")[2]] += int(metadata["evaluations"].value or 0)
+    return made
+
+
+def _reason(result: Any) -> str:
+    """The message of the stage's failure, without a traceback."""
+    for event in result.get_step_failure_events():
+        data = event.step_failure_data
+        if data.user_failure_data is not None and data.user_failure_data.description:
+            return str(data.user_failure_data.description)
+        error = data.error
+        while error is not None and error.cause is not None:
+            error = error.cause
+        if error is not None:
+            return f"unexpected {error.cls_name}: {error.message.strip()}"
+    return "the run failed; Dagster's event log says why"
+
+
+def _about(run: Run) -> dict[str, Any]:
+    return {"file": f"{run.stages[0]}[{run.key}]"}

@@ -1,0 +1,43 @@
+"""The Dagster instance of an artifact root, and what a killed run leaves behind in it."""
+
+import os
+from pathlib import Path
+
+import dagster as dg
+
+from sandhi_core.files import write_atomic
+
+HEADLESS_TAG = "sandhi/headless"
+
+_SETTINGS = """\
+telemetry:
+  enabled: false
+concurrency:
+  pools:
+    default_limit: 1
+run_monitoring:
+  enabled: true
+  free_slots_after_run_end_seconds: 60
+"""
+
+
+def dagster_home(root: Path) -> Path:
+    """DAGSTER_HOME, or `dagster/` in the artifact root, with settings written once."""
+    home = Path(os.environ.get("DAGSTER_HOME", root / "dagster")).resolve()
+    home.mkdir(parents=True, exist_ok=True)
+    if not (home / "dagster.yaml").exists():
+        write_atomic(home / "dagster.yaml", _SETTINGS.encode())
+    os.environ["DAGSTER_HOME"] = str(home)
+    return home
+
+
+def clear_dead_runs(instance: dg.DagsterInstance) -> None:
+    """End headless runs that were killed and free their concurrency slots, or the next run would wait for ever.
+
+    To be called while holding the artifact root's lock: then no other headless run can be alive.
+    """
+    unfinished = [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.NOT_STARTED]
+    dead = instance.get_runs(dg.RunsFilter(tags={HEADLESS_TAG: "true"}, statuses=unfinished))
+    for run in dead:
+        instance.report_run_canceled(run, "the process that ran it ended")
+        instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)

@@ -1,0 +1,61 @@
+"""`sandhi report`: gathers a pool's records and has the report written from them."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from pipelines.settings import Settings
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.catalogue import load_catalogue
+from sandhi_core.export import read_manifest
+from sandhi_core.records import (
+    CutoffSet,
+    Fingerprint,
+    Groups,
+    HoldoutScore,
+    MergedWeights,
+    OperatingPoints,
+    Plan,
+    Profile,
+    Record,
+    SharingProof,
+    Trajectory,
+)
+from sandhi_core.report import ReportData, write_report
+
+R = TypeVar("R", bound=Record)
+
+
+def report_pool(file: Path, root: Path) -> Path:
+    """Write the report of the pool's newest records; stages that have not run are reported as not measured."""
+    catalogue = load_catalogue([file])
+    (pool,) = catalogue.pools.values()
+    artifacts = Settings(file, root).artifacts()
+    models = catalogue.members(pool.name)
+    groups = [k for k in catalogue.keys("group") if k.partition(".")[0] == pool.name]
+    weights = _one(artifacts, MergedWeights, "merged_weights", pool.name)
+    members = {m: f"{pool.name}.{m}" for m in models}
+    same = {m: m for m in models}
+    data = ReportData(
+        pool=pool,
+        fingerprints=_found(artifacts, Fingerprint, "checkpoint", same),
+        profiles=_found(artifacts, Profile, "profile", same),
+        groups=_found(artifacts, Groups, "groups", {k: k for k in groups}),
+        plans=_found(artifacts, Plan, "plan", members),
+        trajectories=_found(artifacts, Trajectory, "trajectory", members),
+        cutoffs=_found(artifacts, CutoffSet, "cutoffs", members),
+        holdouts=_found(artifacts, HoldoutScore, "holdout", members),
+        points=_one(artifacts, OperatingPoints, "operating_points", pool.name),
+        manifest=read_manifest(artifacts.root / weights.export) if weights else None,
+        proof=_one(artifacts, SharingProof, "sharing_proof", pool.name),
+    )
+    return write_report(artifacts.directory("reports", pool.name), data)
+
+
+def _one(artifacts: Artifacts, kind: type[R], stage: str, key: str) -> R | None:
+    envelope = artifacts.envelope((stage, key))
+    return None if envelope is None else kind.model_validate(envelope.record)
+
+
+def _found(artifacts: Artifacts, kind: type[R], stage: str, keys: dict[str, str]) -> dict[str, R]:
+    found = ((name, _one(artifacts, kind, stage, key)) for name, key in keys.items())
+    return {name: record for name, record in found if record is not None}

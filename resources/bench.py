@@ -1,0 +1,75 @@
+"""What the stages work with: opened checkpoints, the evaluator of a model, the store of shared tensors."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.errors import CheckpointError
+from sandhi_core.evaluation.evaluator import Evaluator
+from sandhi_core.evaluation.scorelog import ScoreLog
+from sandhi_core.graph import Catalogue
+from sandhi_core.pool import ModelEntry, Pool
+from sandhi_core.recipes import SharedTensors
+from sandhi_core.records import Fingerprint, Record
+from sandhi_core.store import Store
+
+R = TypeVar("R", bound=Record)
+
+
+class Bench:
+    """Opens things of one catalogue in one artifact root. `evaluated` is called after every fresh evaluation."""
+
+    def __init__(
+        self, catalogue: Catalogue, artifacts: Artifacts, evaluated: Callable[[str, float], None]
+    ) -> None:
+        self.catalogue = catalogue
+        self.artifacts = artifacts
+        self.store = Store(artifacts.directory("store"))
+        self.scans = artifacts.directory("scans")
+        self._evaluated = evaluated
+
+    def fingerprint(self, model: str) -> Fingerprint:
+        return self.artifacts.load(Fingerprint, "checkpoint", model)
+
+    def checkpoint(self, model: str) -> Checkpoint:
+        """Open a checkpoint, holding it to the files that its `checkpoint` stage saw.
+
+        Raises CheckpointError where they have changed since.
+        """
+        _, entry = self.catalogue.entry(model)
+        opened = Checkpoint.open(resolve(entry), model)
+        envelope = self.artifacts.envelope(("checkpoint", model))
+        if envelope is None or envelope.own["files"] != opened.identity():
+            raise CheckpointError(
+                "the files are not those that were fingerprinted",
+                model=model,
+                file=str(opened.directory),
+                remedy="build again, so that the checkpoint stage sees them",
+            )
+        return opened
+
+    def evaluator(self, pool: Pool, entry: ModelEntry) -> Evaluator:
+        """The evaluator of one model; it loads weights only when a score is not in the log."""
+        return Evaluator(
+            self.checkpoint(entry.name).directory,
+            self.fingerprint(entry.name),
+            entry,
+            pool.evaluation,
+            ScoreLog(self.artifacts.directory("scores") / f"{entry.name}.jsonl"),
+            evaluated=lambda seconds: self._evaluated(entry.name, seconds),
+        )
+
+    def shared_tensors(self) -> SharedTensors:
+        return SharedTensors(self.store, self.scans, lambda m: (self.checkpoint(m), self.fingerprint(m)))
+
+    def of_pool(self, kind: type[R], stage: str, pool: str) -> dict[str, R]:
+        """A member stage's records of every model of a pool."""
+        members = self.catalogue.members(pool)
+        return {m: self.artifacts.load(kind, stage, f"{pool}.{m}") for m in members}
+
+    def checkpoints(self, pool: str) -> dict[str, Checkpoint]:
+        return {m: self.checkpoint(m) for m in self.catalogue.members(pool)}
+
+    def fingerprints(self, pool: str) -> dict[str, Fingerprint]:
+        return {m: self.fingerprint(m) for m in self.catalogue.members(pool)}

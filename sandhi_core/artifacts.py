@@ -1,0 +1,156 @@
+"""The artifact root: every record that a stage gave, and where everything else of a pool lies.
+
+    records/STAGE/KEY.json    what a stage gave, with the fingerprint of what it was made from
+    scores/MODEL.jsonl        every evaluation ever made (evaluation.scorelog)
+    scans/                    digests and statistics of weight files, by file identity (scan)
+    store/                    shared tensors by digest (store)
+    exports/POOL/ID/          exported checkpoints with their manifest (export)
+    reports/POOL/  tables/    pictures, pages and Parquet
+    dagster/                  Dagster's own files, unless DAGSTER_HOME says otherwise
+
+Only this directory is ever written.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from sandhi_core.deploy.spec import DeploymentSpec
+from sandhi_core.errors import StoreError
+from sandhi_core.files import write_atomic
+from sandhi_core.graph import STAGES, Node, Stored
+from sandhi_core.records import (
+    CutoffSet,
+    Fingerprint,
+    Groups,
+    HoldoutScore,
+    MergedWeights,
+    OperatingPoints,
+    Plan,
+    Profile,
+    Record,
+    SharingProof,
+    Trajectory,
+)
+
+RECORDS: dict[str, type[Record]] = {
+    "checkpoint": Fingerprint,
+    "profile": Profile,
+    "groups": Groups,
+    "plan": Plan,
+    "trajectory": Trajectory,
+    "cutoffs": CutoffSet,
+    "holdout": HoldoutScore,
+    "operating_points": OperatingPoints,
+    "merged_weights": MergedWeights,
+    "sharing_proof": SharingProof,
+    "deployment": DeploymentSpec,
+}
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Envelope(Record):
+    """A record on disk, with what the planner needs to know about it."""
+
+    stage: str
+    key: str
+    version: int
+    fingerprint: str
+    data_version: str
+    own: Any  # the inputs besides upstreams, as fingerprinted: says what changed when a node is stale
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    root: Path
+
+    def directory(self, *parts: str) -> Path:
+        path = self.root.joinpath(*parts)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _path(self, node: Node) -> Path:
+        stage, key = node
+        return self.root / "records" / stage / f"{key}.json"
+
+    def envelope(self, node: Node) -> Envelope | None:
+        """The stored record, or None where there is none that can be read (a damaged one is made again)."""
+        try:
+            envelope = Envelope.parse(self._path(node).read_bytes())
+            record = RECORDS[node[0]].model_validate(envelope.record)
+        except (FileNotFoundError, ValidationError):
+            return None
+        intact = (envelope.stage, envelope.key) == node and record.digest == envelope.data_version
+        return envelope if intact else None
+
+    def stored(self, node: Node) -> Stored | None:
+        """What the planner compares. An export that is gone counts as never made."""
+        envelope = self.envelope(node)
+        if envelope is None:
+            return None
+        export = envelope.record.get("export")
+        if node[0] == "merged_weights" and not (self.root / str(export)).is_dir():
+            return None
+        return Stored(envelope.fingerprint, envelope.data_version)
+
+    def required(self, node: Node) -> Envelope:
+        """The stored record. Raises StoreError where the stage has not run."""
+        envelope = self.envelope(node)
+        if envelope is None:
+            stage, key = node
+            raise StoreError(
+                f"{stage} of {key} has not run, or its record is damaged",
+                file=str(self._path(node)),
+                remedy=f"materialise {stage} of {key} first; `sandhi build` runs everything in order",
+            )
+        return envelope
+
+    def load(self, kind: type[R], stage: str, key: str) -> R:
+        """The record of a node as what it is. Raises StoreError where the stage has not run."""
+        return kind.model_validate(self.required((stage, key)).record)
+
+    def save(self, node: Node, fingerprint: str, own: Any, record: Record) -> str:
+        """Write a record for good; returns its data version."""
+        stage, key = node
+        envelope = Envelope(
+            stage=stage,
+            key=key,
+            version=STAGES[stage].version,
+            fingerprint=fingerprint,
+            data_version=record.digest,
+            own=own,
+            record=record.model_dump(mode="json"),
+        )
+        self.directory("records", stage)
+        write_atomic(self._path(node), envelope.canonical() + b"\n")
+        return envelope.data_version
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One build of a root at a time. Released by the kernel when the process ends, however it ends.
+
+        Raises StoreError where another process holds it.
+        """
+        self.directory()
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(
+                    "another build is using this artifact root",
+                    file=str(self.root),
+                    remedy="wait for it to end, or give another --root",
+                ) from None
+            yield
+        finally:
+            os.close(handle)

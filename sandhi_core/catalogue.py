@@ -1,0 +1,74 @@
+"""Pool files become a catalogue, and the catalogue with an artifact root a schedule of what is stale."""
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sandhi_core.architecture import group_key
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.errors import PoolError, SandhiError
+from sandhi_core.evaluation.tasks import task_identity
+from sandhi_core.graph import Catalogue, Node, Schedule, own_inputs, schedule
+from sandhi_core.pool import ModelEntry, Pool, load_pool
+
+
+def load_catalogue(files: Iterable[Path]) -> Catalogue:
+    """Read pool files. Raises PoolError for a bad file, or where two pools have one name."""
+    pools: dict[str, Pool] = {}
+    for file in sorted(files):
+        pool = load_pool(file)
+        if pool.name in pools:
+            raise PoolError(
+                f"two pool files define a pool named {pool.name!r}", file=str(file), remedy="rename one of them"
+            )
+        pools[pool.name] = pool
+    entries = {entry.name: entry for pool in pools.values() for entry in pool.models}
+    return Catalogue(pools, {name: _group_of(entry) for name, entry in entries.items()})
+
+
+def _group_of(entry: ModelEntry) -> str:
+    """The group's part of a partition key, from configuration and headers alone."""
+    try:
+        checkpoint = Checkpoint.open(resolve(entry), entry.name)
+        dtypes = [checkpoint.header(name).dtype for name in checkpoint.names]
+        return group_key(checkpoint.config, max(sorted(set(dtypes)), key=dtypes.count))
+    except SandhiError:
+        # The graph must load all the same; the `checkpoint` stage of this model reports what is wrong.
+        return "unreadable"
+
+
+def checkpoint_identity(entry: ModelEntry) -> Any:
+    """Names, sizes and times of a checkpoint's files: cheap, and different whenever a file was written."""
+    try:
+        return Checkpoint.open(resolve(entry), entry.name).identity()
+    except SandhiError as error:
+        return {"unreadable": error.problem.message}
+
+
+def task_identities(pool: Pool, entry: ModelEntry) -> Any:
+    """Digests over the files that define the entry's tasks."""
+    include = pool.evaluation.include_path
+    try:
+        return [task_identity(Path(include) if include else None, t.task) for t in entry.tasks]
+    except SandhiError as error:
+        return {"unreadable": error.problem.message}
+
+
+class Planner:
+    """What is stale in `artifacts` for `catalogue`. Files are looked at once per planner: make a new one to look
+    again."""
+
+    def __init__(self, catalogue: Catalogue, artifacts: Artifacts) -> None:
+        self.catalogue = catalogue
+        self.artifacts = artifacts
+        self.graph = catalogue.graph()
+        self._identity = cache(checkpoint_identity)
+        self._tasks = cache(task_identities)
+
+    def own(self, node: Node) -> Any:
+        return own_inputs(self.catalogue, node, lambda _, entry: self._identity(entry), self._tasks)
+
+    def schedule(self, forced: frozenset[Node] = frozenset()) -> Schedule:
+        return schedule(self.graph, self.own, self.artifacts.stored, forced)

@@ -1,0 +1,121 @@
+"""Everything that can go wrong on purpose, as one tree, so that a command line can catch it in one place.
+
+Every error names the model, file and tensor it is about where there is one, and what to do. A `Problem` is the
+same as a value: preflight gathers all of them before anything is raised.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Problem(BaseModel):
+    """One finding of preflight. `code` is stable and meant for machines; `message` and `remedy` are for people."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    code: str
+    severity: Literal["error", "warning"]
+    model: str | None = None
+    file: str | None = None
+    tensor: str | None = None
+    message: str
+    remedy: str
+
+    def line(self) -> str:
+        where = " ".join(f"{k} {v}" for k in ("model", "file", "tensor") if (v := getattr(self, k)))
+        return f"{self.severity}: {self.code}: {where + ': ' if where else ''}{self.message} ({self.remedy})"
+
+
+class SandhiError(Exception):
+    """Base of all expected failures; prints as one line: where, what, remedy."""
+
+    code = "error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str,
+        model: str | None = None,
+        file: str | None = None,
+        tensor: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        self.problem = Problem(
+            code=code or self.code,
+            severity="error",
+            model=model,
+            file=file,
+            tensor=tensor,
+            message=message,
+            remedy=remedy,
+        )
+        super().__init__(self.problem.line())
+
+
+class UsageError(SandhiError):
+    """The command was called wrongly, or the pool file cannot be read as a pool (exit status 2)."""
+
+    code = "usage"
+
+
+class PoolError(UsageError):
+    """The pool file is not a valid pool definition; `file` carries `path:line`."""
+
+    code = "pool"
+
+
+class CheckpointError(SandhiError):
+    """A checkpoint directory is incomplete, ambiguous, unsupported, damaged, or changed while in use."""
+
+    code = "checkpoint"
+
+
+class TaskError(SandhiError):
+    """A task cannot be built, has no such metric, or has too few questions."""
+
+    code = "task"
+
+
+class EvaluationError(SandhiError):
+    """A score could not be computed or is not finite."""
+
+    code = "evaluation"
+
+
+class MergeError(SandhiError):
+    """A recipe cannot be applied: contributors differ from what was recorded, or the result is not finite."""
+
+    code = "merge"
+
+
+class StoreError(SandhiError):
+    """The artifact root cannot be written or holds something other than what was recorded."""
+
+    code = "store"
+
+
+class ProofError(SandhiError):
+    """Exported bytes are not the scored bytes, or are not shared as claimed."""
+
+    code = "proof"
+
+
+class PreflightError(SandhiError):
+    """Preflight found errors; carries all of them."""
+
+    code = "preflight"
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        errors = [p for p in problems if p.severity == "error"]
+        first = errors[0]
+        super().__init__(
+            first.message if len(errors) == 1 else f"{len(errors)} problems; the first: {first.message}",
+            remedy=first.remedy,
+            model=first.model,
+            file=first.file,
+            tensor=first.tensor,
+            code=first.code,
+        )

@@ -1,0 +1,119 @@
+"""What building a pool would cost at most, from headers alone: evaluations, bytes read, bytes written."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sandhi_core.graph import Catalogue, Node
+from sandhi_core.pool import Pool
+from sandhi_core.records import Fingerprint, Record, Slot
+
+# How often a stage reads the whole checkpoint of a model it is about.
+READS = {"checkpoint": 1, "profile": 1, "trajectory": 1, "holdout": 1, "merged_weights": 1, "sharing_proof": 2}
+
+
+class CompatibleModels(Record):
+    """One partition of the `groups` stage: `sets` is how many sets of same-layer slots could share a tensor."""
+
+    key: str
+    models: tuple[str, ...]
+    sets: int
+    nbytes: int  # of one tensor a set: what sharing everything would keep once
+
+
+class Excluded(Record):
+    """Slots of one model that no other model's slots agree with."""
+
+    model: str
+    slots: int
+    reason: str
+
+
+class Forecast(Record):
+    """Upper bounds. `evaluations` counts scorings of one model on one split."""
+
+    evaluations: int
+    bytes_read: int
+    bytes_written: int
+    groups: tuple[CompatibleModels, ...]
+    excluded: tuple[Excluded, ...]
+
+
+def forecast(
+    catalogue: Catalogue, pool: Pool, fingerprints: Mapping[str, Fingerprint], stale: Collection[Node]
+) -> Forecast:
+    """The cost of running the `stale` nodes of one pool, given what its models hold."""
+    partners: dict[tuple[str, int], list[Slot]] = defaultdict(list)
+    for fingerprint in fingerprints.values():
+        for slot in fingerprint.slots:
+            partners[slot.key, slot.layer].append(slot)
+    shared = {place: slots for place, slots in partners.items() if len(slots) > 1}
+    # A component is walked where at least one of its projections has a partner.
+    steps = {m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared} for m, f in fingerprints.items()}
+    evaluations = read = written = 0
+    for stage, key in stale:
+        models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
+        read += READS.get(stage, 0) * sum(fingerprints[m].nbytes for m in models)
+        evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
+        if stage == "merged_weights":
+            written += sum(fingerprints[m].nbytes for m in models)
+        if stage == "groups":
+            slots = [s for place in shared.values() for s in place if s.model in models]
+            read += sum(s.nbytes for s in slots)
+            written += sum(place[0].nbytes for place in shared.values() if place[0].model in models)
+    groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
+    alone = {m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()}
+    return Forecast(
+        evaluations=evaluations,
+        bytes_read=read,
+        bytes_written=written,
+        groups=groups,
+        excluded=tuple(
+            Excluded(model=m, slots=n, reason=reason) for m, reasons in alone.items() for reason, n in reasons.items() if reason
+        ),
+    )
+
+
+def _group_keys(catalogue: Catalogue, pool: Pool) -> list[str]:
+    return [key for key in catalogue.keys("group") if key.partition(".")[0] == pool.name]
+
+
+def _models(catalogue: Catalogue, pool: Pool, stage: str, key: str) -> tuple[str, ...]:
+    """The models of this pool that a node is about; none for another pool's node."""
+    if stage in ("checkpoint", "profile"):
+        return (key,) if any(m.name == key for m in pool.models) else ()
+    pool_name, _, rest = key.partition(".")
+    if pool_name != pool.name:
+        return ()
+    return catalogue.members(key) if stage == "groups" or not rest else (rest,)
+
+
+def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
+    """At most this many scorings of one model. A gallop may pay twice for a step that it rejects; the proof scores
+    every export once more."""
+    match stage:
+        case "profile":
+            return 1 + 2 * layers * len(pool.profile.seeds)
+        case "trajectory":
+            return 1 + steps * (2 if pool.search.stride == "gallop" else 1)
+        case "holdout":
+            return 1 + steps
+        case "sharing_proof":
+            return 1
+    return 0
+
+
+def _compatible(
+    catalogue: Catalogue, key: str, shared: Mapping[tuple[str, int], list[Slot]]
+) -> CompatibleModels:
+    models = catalogue.members(key)
+    sets = [slots for slots in shared.values() if slots[0].model in models]
+    return CompatibleModels(key=key, models=models, sets=len(sets), nbytes=sum(s[0].nbytes for s in sets))
+
+
+def _reason(slot: Slot, partners: Mapping[tuple[str, int], list[Slot]], models: int) -> str:
+    if len(partners[slot.key, slot.layer]) > 1:
+        return ""
+    if models == 1:
+        return "the pool has one model"
+    return "no other model has a matrix of this shape, dtype and meaning in this layer"

@@ -1,0 +1,221 @@
+"""Which stage of what depends on which: one pure function, and the planner that decides what is stale.
+
+Dagster's partition mappings, the sensor, the schedules and the command line are all made from `Catalogue.graph`,
+so they cannot disagree. Nothing here reads a weight or knows a workflow engine.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sandhi_core.errors import PoolError
+from sandhi_core.pool import ModelEntry, Pool
+from sandhi_core.records import digest_of
+
+Node = tuple[str, str]
+"""(stage, key). Keys: `model`, `pool.group`, `pool.model` or `pool`, by the stage's scope."""
+
+Scope = Literal["model", "group", "member", "pool"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`version` changes whenever the same inputs would give another record: everything downstream re-runs."""
+
+    scope: Scope
+    version: int
+    per_model: tuple[str, ...] = ()  # upstream stages read for the node's own model, or every member of its pool or group
+    per_pool: tuple[str, ...] = ()  # upstream stages read once: the node's group or pool
+
+
+# In the order in which they run.
+STAGES: dict[str, Stage] = {
+    "checkpoint": Stage("model", 1),
+    "profile": Stage("model", 1, ("checkpoint",)),
+    "groups": Stage("group", 1, ("checkpoint", "profile")),
+    "plan": Stage("member", 1, ("checkpoint", "profile"), ("groups",)),
+    # The contributors' checkpoints are no upstream of a trajectory: the plan pins their bytes by digest, so that a
+    # model that merely joins leaves the others' nodes as they were.
+    "trajectory": Stage("member", 1, ("checkpoint", "plan")),
+    "cutoffs": Stage("member", 1, ("plan", "trajectory")),
+    "holdout": Stage("member", 1, ("checkpoint", "trajectory", "cutoffs")),
+    "operating_points": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "cutoffs", "holdout")),
+    "merged_weights": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points",)),
+    "sharing_proof": Stage("pool", 1, ("checkpoint", "holdout"), ("operating_points", "merged_weights")),
+    "deployment": Stage(
+        "pool", 1, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Pools as loaded, and for each model the coarse compatibility group that its configuration puts it in."""
+
+    pools: dict[str, Pool]
+    group_of: dict[str, str]  # model to group key
+
+    def __post_init__(self) -> None:
+        seen: dict[str, tuple[str, Any]] = {}
+        for pool in self.pools.values():
+            for entry in pool.models:
+                definition = profile_inputs(pool, entry)
+                first = seen.setdefault(entry.name, (pool.name, definition))
+                if first[1] != definition:
+                    raise PoolError(
+                        f"model {entry.name!r} is defined differently in pools {first[0]!r} and {pool.name!r}",
+                        model=entry.name,
+                        remedy="give path, revision, tasks, evaluation and profile alike in both, or rename one",
+                    )
+
+    def entry(self, key: str) -> tuple[Pool, ModelEntry]:
+        """The entry of a `model` or `pool.model` key (for a bare model, of the first pool that has it)."""
+        pool_name, _, model = key.rpartition(".")
+        pools = [self.pools[pool_name]] if pool_name else list(self.pools.values())
+        return next((p, e) for p in pools for e in p.models if e.name == model)
+
+    def members(self, key: str) -> tuple[str, ...]:
+        """Models of a `pool.group` or `pool` key, sorted."""
+        pool_name, _, group = key.partition(".")
+        names = sorted(e.name for e in self.pools[pool_name].models)
+        return tuple(n for n in names if not group or self.group_of[n] == group)
+
+    def keys(self, scope: Scope) -> tuple[str, ...]:
+        pairs = [(p.name, e.name) for p in self.pools.values() for e in p.models]
+        found = {
+            "model": {m for _, m in pairs},
+            "group": {f"{p}.{self.group_of[m]}" for p, m in pairs},
+            "member": {f"{p}.{m}" for p, m in pairs},
+            "pool": set(self.pools),
+        }[scope]
+        return tuple(sorted(found))
+
+    def graph(self) -> dict[Node, tuple[Node, ...]]:
+        """Every node with its direct upstreams, in an order in which they can run."""
+        return {
+            (name, key): tuple(self._upstream(stage, key))
+            for name, stage in STAGES.items()
+            for key in self.keys(stage.scope)
+        }
+
+    def _upstream(self, stage: Stage, key: str) -> Iterable[Node]:
+        pool_name, _, rest = key.partition(".")
+        models = (key.rpartition(".")[2],) if stage.scope in ("model", "member") else self.members(key)
+        for name in stage.per_model:
+            for model in models:
+                yield name, model if STAGES[name].scope == "model" else f"{pool_name}.{model}"
+        for name in stage.per_pool:
+            yield name, f"{pool_name}.{self.group_of[rest]}" if STAGES[name].scope == "group" else pool_name
+
+
+def profile_inputs(pool: Pool, entry: ModelEntry) -> dict[str, Any]:
+    """What of a pool file decides a model's profile (budgets do not)."""
+    return {
+        "path": entry.path,
+        "revision": entry.revision,
+        "tasks": [[t.task, t.metric] for t in entry.tasks],
+        "evaluation": evaluation_inputs(pool),
+        "seeds": list(pool.profile.seeds),
+    }
+
+
+def evaluation_inputs(pool: Pool) -> dict[str, Any]:
+    """What of a pool file decides a score. Thread counts change floating-point noise only (docs/scoring)."""
+    return pool.evaluation.model_dump(mode="json", exclude={"threads"})
+
+
+def own_inputs(
+    catalogue: Catalogue, node: Node, identity: Callable[[Pool, ModelEntry], Any], tasks: Callable[[Pool, ModelEntry], Any]
+) -> Any:
+    """What a node depends on besides its upstreams, as plain JSON.
+
+    `identity` names the files of a checkpoint cheaply (sizes and times); `tasks` the contents of the task files.
+    """
+    stage, key = node
+    scope = STAGES[stage].scope
+    if scope == "group":
+        pool = catalogue.pools[key.partition(".")[0]]
+        return {
+            "models": catalogue.members(key),
+            "grouping": pool.grouping.model_dump(mode="json"),
+            "merging": pool.merging.model_dump(mode="json"),
+            "gate": pool.profile.gate,
+        }
+    if scope == "pool":
+        return _pool_inputs(catalogue.pools[key], stage, tasks)
+    pool, entry = catalogue.entry(key)
+    budgets = {t.task: t.budget for t in entry.tasks}
+    scoring = {"evaluation": evaluation_inputs(pool), "metrics": {t.task: t.metric for t in entry.tasks}}
+    match stage:
+        case "checkpoint":
+            return {"path": entry.path, "revision": entry.revision, "files": identity(pool, entry)}
+        case "profile":
+            return {**scoring, "seeds": pool.profile.seeds, "tasks": tasks(pool, entry)}
+        case "plan":
+            return {"grouping": pool.grouping.model_dump(mode="json"), "gate": pool.profile.gate}
+        case "trajectory":
+            search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
+            return {**scoring, "search": search, "tasks": tasks(pool, entry)}
+        case "cutoffs":
+            return {"budgets": budgets}
+        case _:
+            return {**scoring, "budgets": budgets, "tasks": tasks(pool, entry)}
+
+
+def _pool_inputs(pool: Pool, stage: str, tasks: Callable[[Pool, ModelEntry], Any]) -> Any:
+    match stage:
+        case "operating_points":
+            return {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models}
+        case "sharing_proof":
+            return {"evaluation": evaluation_inputs(pool), "tasks": {m.name: tasks(pool, m) for m in pool.models}}
+        case "deployment":
+            return {"deploy": pool.deploy.model_dump(mode="json")}
+        case _:
+            return {"models": sorted(m.name for m in pool.models)}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the artifact root says of a node that ran: the inputs it ran on and what it gave."""
+
+    fingerprint: str
+    data_version: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`frontier` can run now; `waiting` lies downstream of it and may turn out to be fresh after all."""
+
+    fresh: tuple[Node, ...]
+    frontier: dict[Node, str]  # node to the fingerprint it will have
+    waiting: tuple[Node, ...]
+
+
+def fingerprint(node: Node, own: Any, upstream: Mapping[Node, str]) -> str:
+    """Digest over stage, stage version, own inputs and the data versions of the upstreams."""
+    versions = sorted([stage, key, version] for (stage, key), version in upstream.items())
+    return digest_of([node[0], STAGES[node[0]].version, own, versions])
+
+
+def schedule(
+    graph: Mapping[Node, tuple[Node, ...]],
+    own: Callable[[Node], Any],
+    stored: Callable[[Node], Stored | None],
+    forced: frozenset[Node] = frozenset(),
+) -> Schedule:
+    """What is stale. A node whose upstreams are all fresh is stale iff its fingerprint differs from the stored
+    one (or it is `forced`); below a stale node nothing is known yet, because equal results stop the wave."""
+    fresh: dict[Node, str] = {}
+    frontier: dict[Node, str] = {}
+    waiting: list[Node] = []
+    for node, upstream in graph.items():
+        if any(u not in fresh for u in upstream):
+            waiting.append(node)
+            continue
+        wanted = fingerprint(node, own(node), {u: fresh[u] for u in upstream})
+        found = stored(node)
+        if found is not None and found.fingerprint == wanted and node not in forced:
+            fresh[node] = found.data_version
+        else:
+            frontier[node] = wanted
+    return Schedule(tuple(fresh), frontier, tuple(waiting))

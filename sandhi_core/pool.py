@@ -1,0 +1,227 @@
+"""The pool file: which models are served together, on which tasks they are judged, within which budgets."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from sandhi_core.pool_file import Loc, Mistake, pool_error, read_document, shown
+from sandhi_core.pool_mistakes import between_fields, sentences
+
+SPLITS_TOLERANCE = 1e-9
+HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
+UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+
+
+def _positive_size(text: str) -> str:
+    if size_in_bytes(text) < 1:
+        raise ValueError("must be more than nothing")
+    return text
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of a size such as `80GiB` or `1.5 GB`."""
+    number, unit = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]+)", text, re.ASCII).groups()  # type: ignore[union-attr]
+    return int(float(number) * UNITS[unit])
+
+
+def _local_path(text: str, info: ValidationInfo) -> str:
+    """Absolute; relative to the pool file where one is being read (its folder is in the context)."""
+    if info.context is None:
+        return text
+    try:
+        return str((info.context["folder"] / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError) as error:  # no such user, a loop of links
+        raise ValueError(f"is no usable path: {error}") from None
+
+
+def _model_path(text: str, info: ValidationInfo) -> str:
+    """A directory as an absolute path; a hub id as it stands."""
+    local = _local_path(text, info)
+    is_hub_id = HUB_ID.fullmatch(text) and not (info.context is not None and Path(local).is_dir())
+    return text if is_hub_id else local
+
+
+Slug = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=4096)]
+LocalPath = Annotated[Text, AfterValidator(_local_path)]
+ModelPath = Annotated[Text, AfterValidator(_model_path)]
+Size = Annotated[
+    str,
+    StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?\s*(MiB|GiB|MB|GB)$"),
+    AfterValidator(_positive_size),
+]
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Method = Literal["mean"]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's generators take
+
+
+class Section(BaseModel):
+    """Base of all parts: nothing unknown, nothing converted from another type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class TaskBudget(Section):
+    """A task the model must stay good at."""
+
+    task: Text
+    metric: Text
+    budget: Positive
+    """Largest drop allowed, absolute, in the metric's own unit (0.02 of an accuracy is two points)."""
+
+
+class ModelEntry(Section):
+    """One model of the pool."""
+
+    name: Slug
+    path: ModelPath
+    """A checkpoint directory (relative to the pool file) or a hub id."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub id."""
+    tasks: Annotated[tuple[TaskBudget, ...], Field(min_length=1, strict=False)]
+
+    @field_validator("tasks")
+    @classmethod
+    def _each_task_once(cls, tasks: tuple[TaskBudget, ...]) -> tuple[TaskBudget, ...]:
+        names = [entry.task for entry in tasks]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"task {shown(repeated[0])} is listed twice")
+        return tasks
+
+    @model_validator(mode="after")
+    def _revision_of_hub_id(self) -> Self:
+        if self.revision is not None and self.path.startswith("/"):
+            raise ValueError("revision belongs to a hub id; this path is a directory")
+        return self
+
+
+class Splits(Section):
+    """Fractions of every task's questions; they add up to 1."""
+
+    profile: Fraction = 0.3
+    search: Fraction = 0.3
+    holdout: Fraction = 0.4
+
+    @model_validator(mode="after")
+    def _sum_to_one(self) -> Self:
+        total = self.profile + self.search + self.holdout
+        if abs(total - 1.0) > SPLITS_TOLERANCE:
+            raise ValueError(f"profile, search and holdout must add up to 1, not {total:g}")
+        return self
+
+
+class EvaluationSettings(Section):
+    include_path: LocalPath | None = None
+    """Folder with further lm-eval task files (relative to the pool file)."""
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What models are scored in; auto: float32 on a CPU, else the file's."""
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    splits: Splits = Splits()
+    seed: Seed = 42
+    """Decides which question falls into which split, and few-shot examples."""
+
+
+class ProfileSettings(Section):
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, strict=False)] = (1234,)
+    """Noise seeds; scores are averaged over them."""
+    gate: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.05
+    """Drop under noise up to which a component counts as tolerant."""
+
+    @field_validator("seeds")
+    @classmethod
+    def _each_seed_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError("a seed is listed twice")
+        return seeds
+
+
+class GroupingSettings(Section):
+    candidates: Literal["wide", "reference"] = "wide"
+    on_new_model: Literal["join", "regroup"] = "join"
+    on_removed_model: Literal["reform", "keep"] = "reform"
+
+
+class SearchSettings(Section):
+    accept: Literal["original", "reference"] = "original"
+    stride: Literal["gallop", 1] = "gallop"
+    tolerance: Positive | None = None
+    """Drop up to which a step is accepted; by default the model's largest budget."""
+
+    @field_validator("stride", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, stride: object) -> object:
+        if isinstance(stride, bool):
+            raise ValueError("must be gallop or 1")
+        return stride
+
+
+class MergingSettings(Section):
+    methods: Annotated[tuple[Method, ...], Field(min_length=1, max_length=1, strict=False)] = ("mean",)
+    rescale: Literal["none", "common"] = "none"
+
+
+class DeploySettings(Section):
+    engine: Literal["vllm"] = "vllm"
+    device_memory: Size = "80GiB"
+
+    @property
+    def device_bytes(self) -> int:
+        return size_in_bytes(self.device_memory)
+
+
+class Pool(Section):
+    """A pool of models to be served together."""
+
+    name: Slug
+    models: Annotated[tuple[ModelEntry, ...], Field(min_length=1, strict=False)]
+    evaluation: EvaluationSettings = EvaluationSettings()
+    profile: ProfileSettings = ProfileSettings()
+    grouping: GroupingSettings = GroupingSettings()
+    search: SearchSettings = SearchSettings()
+    merging: MergingSettings = MergingSettings()
+    deploy: DeploySettings = DeploySettings()
+
+    def tolerance(self, model: ModelEntry) -> dict[str, float]:
+        """Per task the drop up to which the search accepts a step: budgets scaled so that the model's largest
+        becomes `search.tolerance` (which is that largest budget unless set)."""
+        largest = max(entry.budget for entry in model.tasks)
+        scale = 1.0 if self.search.tolerance is None else self.search.tolerance / largest
+        return {entry.task: entry.budget * scale for entry in model.tasks}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a pool file; rules between fields are left to `load_pool`."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Pool.model_json_schema()}
+
+
+def load_pool(path: Path) -> Pool:
+    """Read a pool file. Paths in it come back absolute (relative ones are relative to the file).
+
+    Raises PoolError, whose `file` is `path:line`, listing every mistake found.
+    """
+    document = read_document(path)
+    found: list[tuple[Loc, str]] = list(between_fields(document.data))
+    pool = None
+    try:
+        pool = Pool.model_validate(document.data, context={"folder": path.absolute().parent})
+    except ValidationError as error:
+        found += sentences(error)
+    mistakes = [*document.repeated, *(Mistake(document.line(loc), text) for loc, text in found)]
+    if pool is None or mistakes:
+        raise pool_error(path, mistakes)
+    return pool

@@ -1,0 +1,56 @@
+"""Recipe -> bytes in the store: made once from the contributors' original tensors, then found by digest."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.errors import MergeError
+from sandhi_core.merging import merge
+from sandhi_core.records import Contributor, Fingerprint, Recipe
+from sandhi_core.scan import RowStatistics, row_statistics
+from sandhi_core.store import Store
+
+
+class SharedTensors:
+    """`opened(model)` gives a contributor's checkpoint and fingerprint; `scans` is where row statistics lie."""
+
+    def __init__(
+        self, store: Store, scans: Path, opened: Callable[[str], tuple[Checkpoint, Fingerprint]]
+    ) -> None:
+        self._store = store
+        self._scans = scans
+        self._opened = opened
+
+    def digest(self, recipe: Recipe) -> str:
+        """The digest of the recipe's tensor, in the store under its first contributor's tensor name.
+
+        Raises MergeError where a contributor's bytes are not those the recipe was made for.
+        """
+        known = self._store.recipe_tensor(recipe.digest)
+        if known is not None:
+            return known
+        opened = [self._opened(c.model) for c in recipe.contributors]
+        tensors = [_checked(checkpoint, c) for (checkpoint, _), c in zip(opened, recipe.contributors, strict=True)]
+        rows: list[RowStatistics] | None = None
+        if recipe.rescale == "common":
+            pairs = zip(opened, recipe.contributors, strict=True)
+            rows = [row_statistics(self._scans, fingerprint, c.tensor) for (_, fingerprint), c in pairs]
+        digest = self._store.put(recipe.contributors[0].tensor, merge(recipe, tensors, rows))
+        self._store.remember_recipe(recipe.digest, digest)
+        return digest
+
+
+def _checked(checkpoint: Checkpoint, contributor: Contributor) -> Tensor:
+    header = checkpoint.header(contributor.tensor)
+    found = tensor_digest(header.dtype, header.shape, checkpoint.raw(contributor.tensor))
+    if found != contributor.digest:
+        raise MergeError(
+            "the tensor is not the one that was grouped: the checkpoint changed since",
+            model=contributor.model,
+            file=header.file,
+            tensor=contributor.tensor,
+            remedy="build again, so that the model's checkpoint stage sees the new files",
+        )
+    return checkpoint.tensor(contributor.tensor)

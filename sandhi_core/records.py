@@ -1,0 +1,432 @@
+"""What crosses a stage: frozen records with canonical JSON and a digest. Tensors never do, only their digests.
+
+Two records are equal exactly when their canonical bytes are; the digest of those bytes is the data version that
+Dagster shows and that decides what is stale.
+"""
+
+import hashlib
+import json
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict
+
+Component = Literal["attn", "mlp"]
+Split = Literal["profile", "search", "holdout"]
+Scores = dict[str, float]
+"""Task name to the value of that task's metric, in the metric's own unit and direction."""
+
+
+def canonical_json(value: Any) -> bytes:
+    """UTF-8 JSON with sorted keys and no spaces. NaN and infinities are refused (ValueError)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def digest_of(value: Any) -> str:
+    """sha256, hex, of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+class Record(BaseModel):
+    """Base of all records."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def canonical(self) -> bytes:
+        return canonical_json(self.model_dump(mode="json"))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        return cls.model_validate_json(data)
+
+
+# --- checkpoint ---------------------------------------------------------------------------------------------
+
+
+class TensorInfo(Record):
+    """One tensor of a checkpoint. `digest` is sha256 over dtype, shape and raw bytes (docs/format.md)."""
+
+    name: str
+    file: str
+    dtype: str  # safetensors' spelling: BF16, F16, F32, ...
+    shape: tuple[int, ...]
+    nbytes: int
+    digest: str
+    mean: float
+    std: float  # population standard deviation over all elements
+    constant_rows: int
+
+
+class Slot(Record):
+    """One projection of one model: where it is and what must agree before it may share a tensor."""
+
+    model: str
+    layer: int
+    projection: str  # q, k, v, o, gate, up, down, or a fused one: qkv, gate_up
+    component: Component
+    tensor: str  # name in the checkpoint's files
+    digest: str
+    nbytes: int
+    key: str  # compatibility key: digest over projection, shape, dtype, layout and meaning
+
+
+class Fingerprint(Record):
+    """A checkpoint's identity: every tensor and every file beside them. Holds no path and no time."""
+
+    model: str
+    model_type: str
+    layers: int
+    dtype: str
+    files: dict[str, str]  # files that are not weights: relative name to sha256
+    tensors: tuple[TensorInfo, ...]  # sorted by name
+    slots: tuple[Slot, ...]  # by layer, then q k v o gate up down
+    private: tuple[str, ...]  # tensors recognised as weights that are never shared by search (experts, ...)
+    rows: str  # sha256 of the side file with the row statistics
+
+    def tensor(self, name: str) -> TensorInfo:
+        return next(t for t in self.tensors if t.name == name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------
+
+
+class TaskResult(Record):
+    """One task on one split: the aggregate, and one value a question in the split's fixed order."""
+
+    value: float
+    higher_is_better: bool
+    questions: tuple[float, ...]
+
+
+class Evaluation(Record):
+    """Scores of one set of weights. `weights` names them (see evaluation.scorelog), `context` everything else
+    that decides a score: tasks, documents, split, settings, versions."""
+
+    weights: str
+    context: str
+    split: Split
+    tasks: dict[str, TaskResult]
+
+    @property
+    def scores(self) -> Scores:
+        return {name: result.value for name, result in self.tasks.items()}
+
+
+class Sensitivity(Record):
+    """Scores with noise in one component, averaged over seeds."""
+
+    layer: int
+    component: Component
+    scores: Scores
+    drop: float  # largest drop of any task against the baseline; negative where every task gained
+
+
+class Profile(Record):
+    """Noise sensitivity of every component of one model (SANDHI, noise profiles)."""
+
+    model: str
+    fingerprint: str
+    seeds: tuple[int, ...]
+    questions: dict[str, int]
+    baseline: Scores
+    sensitivities: tuple[Sensitivity, ...]  # by layer, attn before mlp
+
+
+# --- groups and plans ---------------------------------------------------------------------------------------
+
+
+class Contributor(Record):
+    """One original tensor that goes into a shared one, pinned by its bytes."""
+
+    model: str
+    layer: int
+    tensor: str
+    digest: str
+
+
+class Recipe(Record):
+    """Decides a shared tensor byte for byte: contributors in order, method, parameters."""
+
+    projection: str
+    shape: tuple[int, ...]
+    dtype: str
+    method: Literal["mean"]
+    rescale: Literal["none", "common"]
+    contributors: tuple[Contributor, ...]  # sorted by (model, layer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared tensor."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count * DTYPE_BYTES[self.dtype]
+
+
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+
+
+class Adjustment(Record):
+    """What one model adds to a shared tensor without touching its bytes. Only `none` is built so far."""
+
+    kind: Literal["none"] = "none"
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+class Group(Record):
+    """Slots proposed to share one tensor. Members need not be contributors (a model that joined later)."""
+
+    recipe: Recipe
+    members: tuple[Slot, ...]  # sorted by (model, layer)
+    stage: Literal[1, 2] = 1  # reference grouping: same layer first, across layers second
+
+
+class Exclusion(Record):
+    """A slot that is in no group, and why."""
+
+    model: str
+    layer: int
+    projection: str
+    reason: str
+
+
+class Groups(Record):
+    """All groups of one compatibility group of a pool. `groups` is in search order."""
+
+    pool: str
+    key: str
+    models: tuple[str, ...]
+    groups: tuple[Group, ...]
+    excluded: tuple[Exclusion, ...]
+
+
+class PlannedMerge(Record):
+    """One slot of the plan's model to be replaced by a recipe's tensor."""
+
+    tensor: str
+    projection: str
+    nbytes: int
+    recipe: Recipe
+    adjustment: Adjustment = Adjustment()
+
+
+class PlannedStep(Record):
+    """The recipes of one component, applied together."""
+
+    component: Component
+    layer: int
+    merges: tuple[PlannedMerge, ...]
+
+
+class Plan(Record):
+    """One model's own steps. Holds nothing that changes when another model merely joins."""
+
+    pool: str
+    model: str
+    fingerprint: str
+    steps: tuple[PlannedStep, ...]
+
+
+# --- search, cutoffs, points --------------------------------------------------------------------------------
+
+
+class Step(Record):
+    """One decided step. `scores` is None where a gallop accepted it inside a longer stride without scoring the
+    prefix that ends here; such a step is no cutoff. `tensors` maps tensor name to the shared tensor's digest."""
+
+    index: int
+    component: Component
+    layer: int
+    decision: Literal["accepted", "rejected"]
+    scores: Scores | None
+    tensors: dict[str, str]
+    scaled: bool = False
+
+
+class Trajectory(Record):
+    """One model's walk (SANDHI, merge-incrementally-check-rollback)."""
+
+    pool: str
+    model: str
+    plan: str
+    baseline: Scores
+    higher_is_better: dict[str, bool]
+    tolerance: dict[str, float]
+    questions: dict[str, int]
+    evaluations: int  # evaluations the walk asks for, whether or not they were found in the score log
+    steps: tuple[Step, ...]
+
+
+class Cutoff(Record):
+    """Going `steps` steps along the trajectory: all accepted steps with index < steps are applied."""
+
+    steps: int
+    accepted: int
+    scores: Scores
+    drops: Scores  # against the original's baseline; positive is worse, whatever the metric's direction
+    freed: int  # bytes of this model's slots that hold a shared tensor: an upper bound of its own saving
+    within_budget: bool
+
+
+class CutoffSet(Record):
+    """Every scored cutoff of one model, from 0 (the original) to the deepest scored one."""
+
+    pool: str
+    model: str
+    budgets: dict[str, float]
+    cutoffs: tuple[Cutoff, ...]
+    deepest: int  # largest `steps` within budget
+    knee: int
+
+
+class HoldoutTask(Record):
+    """Paired comparison on questions never used before. `difference` is the change of the metric, merged minus
+    original, turned so that negative is worse; `low` and `high` bound it at 95 %; `bound` is its one-sided 95 %
+    lower bound."""
+
+    metric: str
+    budget: float
+    original: float
+    merged: float
+    difference: float
+    low: float
+    high: float
+    bound: float
+    questions: int
+    within_budget: bool
+    certified: bool
+
+
+class Look(Record):
+    """One cutoff tried on the holdout."""
+
+    steps: int
+    within_budget: bool
+
+
+class HoldoutScore(Record):
+    """The boldest cutoff that holds on the holdout, by fixed-sequence testing from safe to bold."""
+
+    pool: str
+    model: str
+    steps: int
+    weights: str
+    tasks: dict[str, HoldoutTask]
+    walked: tuple[Look, ...]
+
+
+class Savings(Record):
+    """Bytes. `checkpoint_bytes` is what all members hold on disk (tensor data); `freed` counts distinct tensors
+    kept once, duplicates included, net of `overhead` (corrections, adjustments)."""
+
+    checkpoint_bytes: int
+    resident_bytes: int  # the same without tensors that a server does not keep (tied copies)
+    duplicates: int
+    freed: int
+    overhead: int
+
+    @property
+    def net(self) -> int:
+        return self.freed - self.overhead
+
+
+class OperatingPoint(Record):
+    """A cutoff for every model."""
+
+    name: str
+    criterion: str
+    cutoffs: dict[str, int]
+    drops: dict[str, float]  # per model the largest drop of its tasks on the search split
+    savings: Savings
+
+
+class OperatingPoints(Record):
+    pool: str
+    points: tuple[OperatingPoint, ...]
+    frontier: tuple[str, ...]  # names of points on the Pareto frontier of savings against worst drop
+    deployed: OperatingPoint  # the holdout's cutoffs
+
+
+# --- export, proof, deployment ------------------------------------------------------------------------------
+
+
+class ExportedTensor(Record):
+    digest: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str  # relative to the model's directory
+    sharing: Literal["private", "duplicate", "merged"]
+
+
+class ExportedModel(Record):
+    directory: str  # relative to the export root
+    weights: str  # the name under which the holdout scored these weights
+    files: dict[str, str]  # files copied byte for byte: name to sha256
+    tensors: dict[str, ExportedTensor]
+    linked: Literal["hardlink", "reflink", "copy"]  # how shared shards reached the export
+
+
+class Manifest(Record):
+    """`sandhi.json` at the root of an export: what every file must hold. Normative: docs/format.md."""
+
+    schema_version: Literal[1] = 1
+    pool: str
+    point: str
+    models: dict[str, ExportedModel]
+
+
+class MergedWeights(Record):
+    """The export of one pool. `export` is relative to the artifact root."""
+
+    pool: str
+    export: str
+    manifest: str  # sha256 of sandhi.json
+    models: tuple[str, ...]
+
+
+class ProcessMemory(Record):
+    """One serving process, from /proc/PID/smaps, in bytes, over the mappings of the model's weight files."""
+
+    model: str
+    rss: int
+    pss: int
+    private_dirty: int
+    unmapped: int  # parameter bytes that are not backed by the files
+
+
+class MemoryComparison(Record):
+    engine: str
+    originals: tuple[ProcessMemory, ...]
+    exports: tuple[ProcessMemory, ...]
+    saved: int
+
+
+class SharingProof(Record):
+    """Claimed, verified on disk, verified in memory; never one for another."""
+
+    pool: str
+    export: str
+    manifest: str
+    passed: bool
+    problems: tuple[str, ...]
+    tensors_checked: int
+    questions_checked: dict[str, int]  # per model, answered by stock transformers from the exported files
+    questions_equal: dict[str, int]
+    checkpoint_bytes: int
+    duplicates: int
+    claimed: int
+    verified_disk: int
+    verified_memory: int
+    memory: MemoryComparison

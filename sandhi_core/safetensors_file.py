@@ -1,0 +1,193 @@
+"""The safetensors format, read and written by streaming, for files that are mapped rather than loaded.
+
+The layout is that of the safetensors README ("Format"): eight bytes little-endian length N, N bytes of JSON
+header padded with spaces, then the tensors' bytes without holes. What is written is what
+`safetensors.torch.save_file` writes, save for a wider alignment where one is asked for (docs/format.md).
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sandhi_core.files import fsync_directory
+
+# safetensors' own order, widest first: files written in it have every tensor aligned to its elements.
+DTYPES: dict[str, torch.dtype] = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_ORDER = {dtype: i for i, dtype in enumerate(DTYPES)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+_CHUNK = 16 << 20  # bytes handed to one write
+ALIGNMENT = 8  # of the first tensor's byte in a file, as safetensors itself does
+
+
+class FormatError(ValueError):
+    """A file is not what safetensors' format allows. The message is a reason; callers add file and remedy."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: `raw` is its bytes, a read-only view of the mapping."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    raw: memoryview
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in its file: bytes from `start` up to `end`, counted from the file's beginning."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' spelling of a torch dtype."""
+    return _NAMES[dtype]
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row-major order; no copy where it is contiguous already."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data.toreadonly()
+
+
+def tensor_over(dtype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
+    """A tensor over read-only bytes, without a copy; a stray write into a mapping is a segmentation fault. The
+    tensor keeps `raw`, and with it the mapping, alive.
+
+    torch warns about every read-only buffer, whence the detour over the address.
+    """
+    if not raw.nbytes:
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
+    buffer = (ctypes.c_ubyte * raw.nbytes).from_address(np.frombuffer(raw, np.uint8).ctypes.data)
+    buffer.keeps = raw  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=DTYPES[dtype]).reshape(tuple(shape))
+
+
+def read_header(path: Path) -> dict[str, Place]:
+    """Every tensor of a file and where it lies, in file order; reads the header only.
+
+    Raises FormatError unless the header is well formed and its tensors cover the rest of the file exactly;
+    OSError where the file cannot be read.
+    """
+    with path.open("rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise FormatError(f"no header fits into its {size} bytes: truncated, or not safetensors")
+        header = _parse(f.read(length))
+    header.pop("__metadata__", None)
+    places = sorted((_place(n, v) for n, v in header.items()), key=lambda item: item[1][2:])
+    end = 0
+    for name, place in places:
+        if place.start != end:
+            raise FormatError(f"tensor {name} begins at byte {place.start} of the data, not at {end}")
+        end = place.end
+    if 8 + length + end != size:
+        raise FormatError(f"the header speaks of {8 + length + end} bytes, the file has {size}")
+    base = 8 + length
+    return {name: place._replace(start=place.start + base, end=place.end + base) for name, place in places}
+
+
+def map_file(path: Path) -> dict[str, Entry]:
+    """Every tensor of a file over one read-only mapping, in file order. Raises as read_header does."""
+    places = read_header(path)
+    with path.open("rb") as f:
+        view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+    return {n: Entry(n, p.dtype, p.shape, view[p.start : p.end]) for n, p in places.items()}
+
+
+def write_safetensors(path: Path, entries: Iterable[Entry], *, alignment: int = ALIGNMENT) -> None:
+    """Write tensors as one read-only file that appears whole or not at all; memory use does not grow with it.
+
+    The bytes depend on names, dtypes, shapes and values, not on the order of `entries`: widest dtype first,
+    then by name. `alignment` (bytes, a multiple of 8) is that of the first tensor in the file.
+
+    Raises OSError.
+    """
+    ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
+    aside = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        with aside.open("wb") as f:
+            f.write(header_bytes(ordered, alignment))
+            for entry in ordered:
+                for start in range(0, entry.raw.nbytes, _CHUNK):
+                    f.write(entry.raw[start : start + _CHUNK])
+            f.flush()
+            os.fsync(f.fileno())
+        aside.chmod(0o444)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def header_bytes(ordered: Sequence[Entry], alignment: int = ALIGNMENT) -> bytes:
+    """Length and header of a file that holds `ordered` one after another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape, raw in ordered:
+        end = offset + raw.nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) != len(pairs):
+            raise FormatError("a name appears twice in its header")
+        return members
+
+    try:
+        header = json.loads(text, object_pairs_hook=once)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise FormatError("its header is no JSON") from None
+    if not isinstance(header, dict):
+        raise FormatError("its header is no JSON object")
+    return header
+
+
+def _place(name: str, value: Any) -> tuple[str, Place]:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
+            known = dtype in DTYPES and start >= 0 and all(type(n) is int and n >= 0 for n in shape)
+            if known and end - start == prod(shape) * DTYPES[dtype].itemsize:
+                return name, Place(dtype, tuple(shape), start, end)
+    raise FormatError(f"tensor {name} has a header entry that makes no sense: {str(value)[:200]}")

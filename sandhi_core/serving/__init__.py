@@ -1,0 +1,1 @@
+"""Processes that hold models in memory."""

@@ -1,0 +1,140 @@
+"""Content-addressed tensors: written once, read-only, never changed in place (docs/format.md, "Store").
+
+    store/DIGEST/NAME.safetensors    one tensor under the name it has in a checkpoint
+    store/recipes/DIGEST.json        which tensor a recipe gave
+
+An entry is an ordinary safetensors file with one tensor, so that a shard of an exported checkpoint can be a hard
+link to it: every process that opens any such link maps the same pages. The same bytes under another name are
+another file of the same directory, because a checkpoint has no other way to name a tensor.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.errors import StoreError
+from sandhi_core.files import write_atomic
+from sandhi_core.records import canonical_json
+from sandhi_core.safetensors_file import (
+    Entry,
+    FormatError,
+    dtype_name,
+    map_file,
+    raw_bytes,
+    tensor_over,
+    write_safetensors,
+)
+
+ALIGNMENT = 4096  # bytes: a page, so that the data of an entry can be mapped without its header
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,239}")
+_SUFFIX = ".safetensors"
+
+
+class Store:
+    """The tensors below `root`. Any number of processes may read and write at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, digest: str, name: str) -> Path:
+        """Where the tensor lies under that name, whether or not it is there.
+
+        Raises StoreError where the name cannot be a file's.
+        """
+        if not _NAME.fullmatch(name):
+            raise StoreError(
+                "the name cannot be a file name",
+                tensor=name,
+                remedy="leave this tensor private; shared ones have letters, digits, '.', '_' and '-' only",
+            )
+        return self.root / digest / f"{name}{_SUFFIX}"
+
+    def put(self, name: str, tensor: Tensor) -> str:
+        """Keep a CPU tensor and return its digest. Raises StoreError where the root cannot be written."""
+        return self.put_raw(name, dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
+
+    def put_raw(self, name: str, dtype: str, shape: Sequence[int], raw: memoryview) -> str:
+        """`put` for bytes that are somewhere already, streamed. An entry that went bad is replaced by a new file."""
+        digest = tensor_digest(dtype, shape, raw)
+        path = self.path(digest, name)
+        if not self._intact(path, digest, name):
+            with _writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_safetensors(path, [Entry(name, dtype, tuple(shape), raw)], alignment=ALIGNMENT)
+        return digest
+
+    def provide(self, digest: str, name: str) -> Path:
+        """The file of the tensor under that name, read back and right to the byte; made from the same bytes under
+        another name where there is none.
+
+        Raises StoreError where no intact entry holds the digest.
+        """
+        path = self.path(digest, name)
+        if not self._intact(path, digest, name):
+            entry = self.entry(digest)
+            self.put_raw(name, entry.dtype, entry.shape, entry.raw)
+        return path
+
+    def entry(self, digest: str) -> Entry:
+        """The tensor's bytes, checked, over a mapping. Raises StoreError where no intact entry holds the digest."""
+        paths = sorted((self.root / digest).glob(f"[!.]*{_SUFFIX}"))
+        for path in paths:
+            name = path.name.removesuffix(_SUFFIX)
+            if self._intact(path, digest, name):
+                return map_file(path)[name]
+        raise StoreError(
+            "every entry of this tensor is damaged" if paths else "no such tensor in the store",
+            file=str(self.root / digest),
+            remedy="remove this directory and build again: it is made anew from the checkpoints",
+        )
+
+    def tensor(self, digest: str) -> Tensor:
+        """The tensor as a read-only view of its file. Raises StoreError as `entry` does."""
+        entry = self.entry(digest)
+        return tensor_over(entry.dtype, entry.shape, entry.raw)
+
+    def recipe_tensor(self, recipe: str) -> str | None:
+        """The digest of the tensor that a recipe (by its digest) gave, if that tensor is still here."""
+        try:
+            digest = str(json.loads(self._recipe(recipe).read_bytes())["tensor"])
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
+        return digest if any((self.root / digest).glob(f"[!.]*{_SUFFIX}")) else None
+
+    def remember_recipe(self, recipe: str, digest: str) -> None:
+        """Record that a recipe gave a tensor. Raises StoreError where the root cannot be written."""
+        path = self._recipe(recipe)
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, canonical_json({"recipe": recipe, "tensor": digest}))
+
+    def _recipe(self, recipe: str) -> Path:
+        return self.root / "recipes" / f"{recipe}.json"
+
+    @staticmethod
+    def _intact(path: Path, digest: str, name: str) -> bool:
+        try:
+            entries = map_file(path)
+        except (FileNotFoundError, FormatError):
+            return False
+        if list(entries) != [name]:
+            return False
+        _, dtype, shape, raw = entries[name]
+        return tensor_digest(dtype, shape, raw) == digest
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"cannot be written: {error.strerror or error}",
+            file=str(path),
+            remedy="give the artifact root space and write permission, or choose another with --root",
+        ) from error
