@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
     def text(self, node: yaml.Node) -> str:
         return str(self._of_kind(node, yaml.ScalarNode))
 
-    def list(self, node: yaml.Node) -> list[Any]:
+    def sequence(self, node: yaml.Node) -> list[Any]:
         return [self.construct_object(item, deep=True) for item in self._of_kind(node, yaml.SequenceNode)]
 
     def mapping(self, node: yaml.Node) -> dict[str, Any]:
@@ -77,7 +77,7 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     "int": (re.compile(r"[-+]?(0|[1-9][0-9]*)"), int),
     "float": (
         re.compile(
-            r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+            r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
         ),
         lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
@@ -85,7 +85,7 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 _CONSTRUCTORS: dict[str | None, Any] = {
     **{_TAG + kind: _Loader.scalar for kind in _SCALARS},
     _TAG + "str": _Loader.text,
-    _TAG + "seq": _Loader.list,
+    _TAG + "seq": _Loader.sequence,
     _TAG + "map": _Loader.mapping,
     None: _Loader.construct_undefined,
 }
@@ -99,7 +99,6 @@ _Loader.yaml_implicit_resolvers = {
 class Document(NamedTuple):
     """A parsed pool file: its top mapping, its nodes, and keys that were unusable or given twice."""
 
-    path: Path
     data: dict[str, Any]
     root: yaml.MappingNode
     repeated: list[Mistake]
@@ -147,7 +146,7 @@ def read_document(path: Path) -> Document:
     except (ValueError, OverflowError) as error:  # PyYAML's own, from escapes and overlong numbers
         line = loader.line + 1 if loader else 1
         raise pool_error(path, [Mistake(line, f"cannot be read: {shown_text(str(error))}")]) from None
-    return Document(path, data, root, loader.repeated)
+    return Document(data, root, loader.repeated)
 
 
 def _text(path: Path) -> str:

@@ -15,11 +15,10 @@ def sentences(error: ValidationError) -> Iterator[tuple[Loc, str]]:
     details = error.errors(include_url=False, include_input=False)
     for detail in details:
         loc = detail["loc"]
-        inner = any(len(d["loc"]) > len(loc) and d["loc"][: len(loc)] == loc for d in details)
-        if detail["type"] == "too_short" and inner:
+        if detail["type"] == "too_short" and any(d["loc"][:-1][: len(loc)] == loc for d in details):
             continue  # pydantic counts only entries without mistakes
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-        yield loc, f"{place if place.isprintable() else shown(place)} {_fault(detail)}"
+        yield loc, f"{place if place.isprintable() and len(place) <= 80 else shown(place)} {_fault(detail)}"
 
 
 def _fault(detail: ErrorDetails) -> str:

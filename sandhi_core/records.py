@@ -27,10 +27,14 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-class Record(BaseModel):
-    """Base of all records."""
+class Part(BaseModel):
+    """Base of what lies inside a record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Record(Part):
+    """Base of all records: canonical bytes, and their digest."""
 
     def canonical(self) -> bytes:
         return canonical_json(self.model_dump(mode="json"))
@@ -47,7 +51,7 @@ class Record(BaseModel):
 # --- checkpoint ---------------------------------------------------------------------------------------------
 
 
-class TensorInfo(Record):
+class TensorInfo(Part):
     """One tensor of a checkpoint. `digest` is sha256 over dtype, shape and raw bytes (docs/format.md)."""
 
     name: str
@@ -61,7 +65,7 @@ class TensorInfo(Record):
     constant_rows: int
 
 
-class Slot(Record):
+class Slot(Part):
     """One projection of one model: where it is and what must agree before it may share a tensor."""
 
     model: str
@@ -143,7 +147,7 @@ class Profile(Record):
 # --- groups and plans ---------------------------------------------------------------------------------------
 
 
-class Contributor(Record):
+class Contributor(Part):
     """One original tensor that goes into a shared one, pinned by its bytes."""
 
     model: str
@@ -202,10 +206,13 @@ class Exclusion(Record):
 
 
 class Groups(Record):
-    """All groups of one compatibility group of a pool. `groups` is in search order."""
+    """All groups of one compatibility group of a pool. `groups` is in search order; `candidates` and `gate` say
+    by which rule they were formed."""
 
     pool: str
     key: str
+    candidates: Literal["wide", "reference"] = "wide"
+    gate: float = 0.0  # largest noise drop of a tolerant component
     models: tuple[str, ...]
     groups: tuple[Group, ...]
     excluded: tuple[Exclusion, ...]
@@ -361,7 +368,11 @@ class OperatingPoints(Record):
 # --- export, proof, deployment ------------------------------------------------------------------------------
 
 
-class ExportedTensor(Record):
+Linked = Literal["hardlink", "reflink", "copy"]
+"""How shared shards reached an export from the store."""
+
+
+class ExportedTensor(Part):
     digest: str
     dtype: str
     shape: tuple[int, ...]
@@ -375,7 +386,7 @@ class ExportedModel(Record):
     weights: str  # the name under which the holdout scored these weights
     files: dict[str, str]  # files copied byte for byte: name to sha256
     tensors: dict[str, ExportedTensor]
-    linked: Literal["hardlink", "reflink", "copy"]  # how shared shards reached the export
+    linked: Linked
 
 
 class Manifest(Record):

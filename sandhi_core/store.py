@@ -3,9 +3,9 @@
     store/DIGEST/NAME.safetensors    one tensor under the name it has in a checkpoint
     store/recipes/DIGEST.json        which tensor a recipe gave
 
-An entry is an ordinary safetensors file with one tensor, so that a shard of an exported checkpoint can be a hard
-link to it: every process that opens any such link maps the same pages. The same bytes under another name are
-another file of the same directory, because a checkpoint has no other way to name a tensor.
+An entry is an ordinary safetensors file with one tensor, so that a shard of an exported checkpoint can be a
+hard link to it: every process that opens any such link maps the same pages. The same bytes under another name
+are another file of the same directory, because a checkpoint has no other way to name a tensor.
 """
 
 import json
@@ -59,7 +59,7 @@ class Store:
         return self.put_raw(name, dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
 
     def put_raw(self, name: str, dtype: str, shape: Sequence[int], raw: memoryview) -> str:
-        """`put` for bytes that are somewhere already, streamed. An entry that went bad is replaced by a new file."""
+        """`put` for bytes that are somewhere already, streamed. A damaged entry is replaced by a new file."""
         digest = tensor_digest(dtype, shape, raw)
         path = self.path(digest, name)
         if not self._intact(path, digest, name):
@@ -69,8 +69,8 @@ class Store:
         return digest
 
     def provide(self, digest: str, name: str) -> Path:
-        """The file of the tensor under that name, read back and right to the byte; made from the same bytes under
-        another name where there is none.
+        """The file of the tensor under that name, read back and right to the byte; made from the same bytes
+        under another name where there is none.
 
         Raises StoreError where no intact entry holds the digest.
         """
@@ -81,7 +81,7 @@ class Store:
         return path
 
     def entry(self, digest: str) -> Entry:
-        """The tensor's bytes, checked, over a mapping. Raises StoreError where no intact entry holds the digest."""
+        """The tensor's bytes, checked, over a mapping. Raises StoreError where no intact entry holds it."""
         paths = sorted((self.root / digest).glob(f"[!.]*{_SUFFIX}"))
         for path in paths:
             name = path.name.removesuffix(_SUFFIX)

@@ -2,11 +2,10 @@
 
     python -m sandhi_core.serving.hold MODEL DIRECTORY [MODEL DIRECTORY ...]
 
-One process a model, forked from one that has imported transformers: what they have in common besides weights is
-out of the comparison and loading starts at once. Each loads its directory by `AutoModelForCausalLM.from_pretrained`
-with the dtype of the files, reads every parameter, and writes one line of JSON to standard output: `{"model",
-"pid", "unmapped"}`, or `{"model", "error"}`. Then it stays until standard input ends, hence no longer than whoever
-started it, whatever becomes of that one.
+One process a model, forked from one that has imported transformers, so that a further model costs no further
+import. Each loads its directory by `AutoModelForCausalLM.from_pretrained` with the dtype of the files, reads
+every parameter, and writes one line of JSON to standard output: `{"model", "pid", "unmapped"}`, or `{"model",
+"error"}`. Then it stays until standard input ends, hence no longer than whoever started it lives.
 """
 
 import json
@@ -40,7 +39,7 @@ def _fork(model: str, directory: Path) -> int:
         os.read(sys.stdin.fileno(), 1)  # until the other end closes
         status = 0
     except Exception as error:
-        _say({"model": model, "error": f"{type(error).__name__}: {error}"[:2000]})
+        _say({"model": model, "error": f"{type(error).__name__}: {error}"[:500]})
     finally:
         os._exit(status)  # nothing of the parent's is to be cleaned up twice
 

@@ -1,0 +1,126 @@
+"""An export read back from the disk: every byte against the manifest, and what its files really share."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.layout import INDEX, MANIFEST, index_bytes, shards
+from sandhi_core.records import ExportedTensor, Manifest
+from sandhi_core.safetensors_file import FormatError, map_file
+
+Found = dict[str, tuple[str, tuple[int, ...], int, str]]
+"""Tensor name to dtype, shape, bytes and digest, as a file holds them."""
+
+
+@dataclass(frozen=True)
+class DiskCheck:
+    """`tensor_bytes` is what the models hold, each on its own; `distinct_bytes` the same with every file
+    (inode) counted once, whatever its names: the difference is what the export shares."""
+
+    problems: tuple[str, ...]
+    tensors_checked: int
+    tensor_bytes: int
+    distinct_bytes: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tensor_bytes - self.distinct_bytes
+
+
+def verify_disk(export_root: Path, manifest: Manifest) -> DiskCheck:
+    """Re-read every tensor and every copied file of an export. Differences are problems, never exceptions: a
+    missing, extra, damaged or linked-away file, an index or header that says otherwise than the manifest."""
+    reading = _Reading()
+    problems = list(_listing(export_root, manifest))
+    for name, model in sorted(manifest.models.items()):
+        directory = export_root / model.directory
+        copies = model.files | {INDEX: hashlib.sha256(index_bytes(model)).hexdigest()}
+        for file, digest in sorted(copies.items()):
+            problems += (f"model {name}, file {file}: {p}" for p in _copy(directory / file, digest))
+        for file, tensors in shards(model).items():
+            problems += (f"model {name}, file {file}: {p}" for p in reading.shard(directory / file, tensors))
+    return DiskCheck(tuple(problems), reading.tensors, reading.total, sum(reading.distinct.values()))
+
+
+def _listing(export_root: Path, manifest: Manifest) -> Iterator[str]:
+    """The manifest itself, and everything below the root that it does not speak of."""
+    path = export_root / MANIFEST
+    if path.is_symlink() or not path.is_file() or path.read_bytes() != manifest.canonical():
+        yield f"file {MANIFEST}: is not the manifest of these weights in its canonical form"
+    expected = {MANIFEST}
+    for model in manifest.models.values():
+        expected |= {f"{model.directory}/{f}" for f in (INDEX, *model.files, *shards(model))}
+    for directory, subdirectories, files in os.walk(export_root):
+        links = [d for d in subdirectories if (Path(directory) / d).is_symlink()]
+        for name in sorted(files + links):
+            file = (Path(directory) / name).relative_to(export_root).as_posix()
+            if file not in expected:
+                yield f"file {file}: is no part of the export"
+
+
+def _copy(path: Path, digest: str) -> Iterator[str]:
+    if problem := _unreadable(path):
+        yield problem
+        return
+    with path.open("rb") as f:
+        if hashlib.file_digest(f, "sha256").hexdigest() != digest:
+            yield "differs from what was exported"
+
+
+def _unreadable(path: Path) -> str | None:
+    if path.is_symlink():
+        return "is a symbolic link, not the file itself" if path.exists() else "is a link to nothing"
+    if not path.exists():
+        return "is missing"
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return "is no readable file"
+    return None
+
+
+@dataclass
+class _Reading:
+    """What has been read so far. A file that several models link to is read once."""
+
+    tensors: int = 0
+    total: int = 0
+    distinct: dict[tuple[int, int], int] = field(default_factory=dict)
+    found: dict[tuple[int, int], Found | str] = field(default_factory=dict)
+
+    def shard(self, path: Path, expected: dict[str, ExportedTensor]) -> Iterator[str]:
+        if problem := _unreadable(path):
+            yield problem
+            return
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity not in self.found:
+            self.found[identity] = _read(path)
+        found = self.found[identity]
+        if isinstance(found, str):
+            yield found
+            return
+        nbytes = sum(size for _, _, size, _ in found.values())
+        self.distinct[identity] = nbytes
+        self.total += nbytes
+        self.tensors += len(found)
+        for name in sorted(found.keys() | expected.keys()):
+            if name not in expected:
+                yield f"tensor {name}: does not belong into this file"
+            elif name not in found:
+                yield f"tensor {name}: is missing"
+            elif found[name] != _facts(expected[name]):
+                yield f"tensor {name}: is not the tensor that was scored"
+
+
+def _facts(tensor: ExportedTensor) -> tuple[str, tuple[int, ...], int, str]:
+    return tensor.dtype, tensor.shape, tensor.nbytes, tensor.digest
+
+
+def _read(path: Path) -> Found | str:
+    try:
+        entries = map_file(path)
+    except FormatError as error:
+        return f"is damaged: {error}"
+    return {n: (e.dtype, e.shape, e.raw.nbytes, tensor_digest(*e[1:])) for n, e in entries.items()}

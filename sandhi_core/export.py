@@ -1,0 +1,236 @@
+"""Writes a merged pool as checkpoints that stock transformers opens (docs/format.md, "Export").
+
+An export is made whole in a staging directory, flushed to the disk and renamed to a name that follows from
+its manifest: a killed export leaves nothing under a final name, and the next one removes what it left.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.disk import verify_disk
+from sandhi_core.errors import CheckpointError, StoreError
+from sandhi_core.files import fsync_directory, write_atomic
+from sandhi_core.layout import INDEX, MANIFEST, PRIVATE, index_bytes, make_manifest, shards
+from sandhi_core.pool import Pool
+from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
+from sandhi_core.safetensors_file import Entry, write_safetensors
+from sandhi_core.store import Store
+
+_STAGING = ".staging"
+_CLONE = 0x40049409  # FICLONE, ioctl_ficlonerange(2)
+_CHUNK = 16 << 20  # bytes
+
+
+def export_pool(
+    pool: Pool,
+    point: str,
+    checkpoints: Mapping[str, Checkpoint],
+    fingerprints: Mapping[str, Fingerprint],
+    tensors: Mapping[str, Mapping[str, str]],
+    weights_keys: Mapping[str, str],
+    store: Store,
+    exports: Path,
+) -> MergedWeights:
+    """Write `exports`/POOL/ID, where each model holds its `tensors` (tensor name to the digest of a tensor in
+    the store) and otherwise its own; all mappings by model name. An intact export of the same manifest stays.
+    One process at a time may export a pool: callers hold the artifact root's lock.
+
+    Raises CheckpointError where a model's files are no longer those of its fingerprint, StoreError where a
+    tensor is not in the store or the disk cannot take the export.
+    """
+    home = exports / pool.name
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        if home.resolve().parent != exports.resolve():
+            raise StoreError(
+                "leads out of the exports directory",
+                file=str(home),
+                remedy="remove this link and build again",
+            )
+        staging = _fresh(home / _STAGING)
+        linked = _reach(store, staging)
+        manifest = make_manifest(pool.name, point, fingerprints, tensors, weights_keys, linked)
+        final = home / manifest.digest[:16]
+        if not final.is_dir() or verify_disk(final, manifest).problems:
+            _write(staging, manifest, checkpoints, tensors, store)
+            _publish(staging, final)
+    except OSError as error:
+        raise StoreError(
+            f"the export cannot be written: {error.strerror or error}",
+            file=str(error.filename or home),
+            remedy="give the artifact root space and write permission, or choose another with --root",
+        ) from error
+    finally:
+        _remove(home / _STAGING)
+    return MergedWeights(
+        pool=pool.name,
+        export=f"{exports.name}/{pool.name}/{final.name}",
+        manifest=manifest.digest,
+        models=tuple(sorted(manifest.models)),
+    )
+
+
+def _write(
+    staging: Path,
+    manifest: Manifest,
+    checkpoints: Mapping[str, Checkpoint],
+    tensors: Mapping[str, Mapping[str, str]],
+    store: Store,
+) -> None:
+    placed: dict[Path, Path] = {}  # store entry -> its first place in this export
+    for name, model in sorted(manifest.models.items()):
+        target, checkpoint = staging / model.directory, checkpoints[name]
+        target.mkdir()
+        for file, digest in sorted(model.files.items()):
+            _copy_beside(checkpoint, file, digest, target / file)
+        for file, members in shards(model).items():
+            if file == PRIVATE:
+                merged = tensors.get(name, {})
+                write_safetensors(target / file, _private(members, checkpoint, merged, store))
+                continue
+            ((tensor_name, tensor),) = members.items()
+            entry = store.path(tensor.digest, tensor_name)
+            if entry not in placed and tensor.sharing == "duplicate":
+                store.put_raw(*_own(checkpoint, tensor_name, tensor.digest))
+            elif entry not in placed:
+                store.provide(tensor.digest, tensor_name)
+            _place(entry, target / file, model.linked, placed)
+        write_atomic(target / INDEX, index_bytes(model), mode=0o444)
+    write_atomic(staging / MANIFEST, manifest.canonical(), mode=0o444)
+    for directory, _, _ in os.walk(staging, topdown=False):
+        fsync_directory(Path(directory))
+
+
+def _private(
+    members: Mapping[str, ExportedTensor], checkpoint: Checkpoint, merged: Mapping[str, str], store: Store
+) -> Iterator[Entry]:
+    """The tensors of a model's own shard, as views: its own, and merged ones that no other model holds."""
+    for name, tensor in members.items():
+        if name in merged:
+            yield store.entry(tensor.digest)._replace(name=name)
+        else:
+            yield _own(checkpoint, name, tensor.digest)
+
+
+def _own(checkpoint: Checkpoint, name: str, digest: str) -> Entry:
+    header, raw = checkpoint.header(name), checkpoint.raw(name)
+    if tensor_digest(header.dtype, header.shape, raw) != digest:
+        raise _changed(checkpoint, header.file, name)
+    return Entry(name, header.dtype, header.shape, raw)
+
+
+def _copy_beside(checkpoint: Checkpoint, file: str, digest: str, target: Path) -> None:
+    """Copy a file that is not weights, following links, byte for byte."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    seen = hashlib.sha256()
+    with (checkpoint.directory / file).open("rb") as source, target.open("xb") as copy:
+        while chunk := source.read(_CHUNK):
+            seen.update(chunk)
+            copy.write(chunk)
+        copy.flush()
+        os.fsync(copy.fileno())
+    target.chmod(0o444)
+    if seen.hexdigest() != digest:
+        raise _changed(checkpoint, file)
+
+
+def _changed(checkpoint: Checkpoint, file: str, tensor: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        "changed since the checkpoint was read",
+        model=checkpoint.model,
+        file=file,
+        tensor=tensor,
+        remedy="build again, so that the model's checkpoint stage sees the new file",
+    )
+
+
+# --- links --------------------------------------------------------------------------------------------------
+
+
+def _reach(store: Store, staging: Path) -> Linked:
+    """The best way from the store into an export: tried on a file, since file systems differ."""
+    store.root.mkdir(parents=True, exist_ok=True)
+    source, target = store.root / ".probe", staging / ".probe"
+    source.write_bytes(b"probe")
+    try:
+        for linked in ("hardlink", "reflink"):
+            try:
+                _transfer(source, target, linked)
+            except OSError as error:
+                if error.errno not in _UNABLE:
+                    raise
+            else:
+                return linked
+            finally:
+                target.unlink(missing_ok=True)
+        return "copy"
+    finally:
+        source.unlink(missing_ok=True)
+
+
+# What file systems answer to a link or a clone that they cannot make, or not from there to here.
+_UNABLE = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EMLINK}
+
+
+def _place(entry: Path, target: Path, linked: Linked, placed: dict[Path, Path]) -> None:
+    """Bring a store entry into the export. Where that is no hard link, the models of this export still share:
+    the second one links to the first one's file."""
+    if linked != "hardlink" and entry in placed:
+        try:
+            target.hardlink_to(placed[entry])
+            return
+        except OSError as error:
+            if error.errno not in _UNABLE:
+                raise
+    _transfer(entry, target, linked)
+    placed.setdefault(entry, target)
+
+
+def _transfer(source: Path, target: Path, linked: Linked) -> None:
+    if linked == "hardlink":
+        target.hardlink_to(source)
+        return
+    with source.open("rb") as original, target.open("xb") as copy:
+        if linked == "reflink":
+            fcntl.ioctl(copy.fileno(), _CLONE, original.fileno())
+        else:
+            shutil.copyfileobj(original, copy, _CHUNK)
+            copy.flush()
+        os.fsync(copy.fileno())
+    target.chmod(0o444)
+
+
+# --- directories --------------------------------------------------------------------------------------------
+
+
+def _publish(staging: Path, final: Path) -> None:
+    """Give the finished export its name. A damaged one that bears it goes: processes that map its files keep
+    them."""
+    if final.exists():
+        damaged = final.with_name(f".damaged-{final.name}")
+        _remove(damaged)
+        final.rename(damaged)
+        staging.rename(final)
+        _remove(damaged)
+    else:
+        staging.rename(final)
+    fsync_directory(final.parent)
+
+
+def _fresh(directory: Path) -> Path:
+    _remove(directory)
+    directory.mkdir()
+    return directory
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

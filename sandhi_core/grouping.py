@@ -1,0 +1,111 @@
+"""Which slots of a pool are proposed to share one tensor, and each model's own plan made from that."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from sandhi_core.grouping_form import Former
+from sandhi_core.grouping_join import continued
+from sandhi_core.grouping_order import Place, reference_order, wide_order
+from sandhi_core.pool import GroupingSettings, MergingSettings
+from sandhi_core.records import (
+    Exclusion,
+    Fingerprint,
+    Group,
+    Groups,
+    Plan,
+    PlannedMerge,
+    PlannedStep,
+    Profile,
+    Slot,
+)
+
+
+def make_groups(
+    pool: str,
+    key: str,
+    fingerprints: Mapping[str, Fingerprint],
+    profiles: Mapping[str, Profile],
+    grouping: GroupingSettings,
+    merging: MergingSettings,
+    gate: float,
+    earlier: Groups | None,
+) -> Groups:
+    """The groups of one compatibility group of a pool. `fingerprints` and `profiles`: by model, the same
+    models.
+
+    With `on_new_model: join`, `earlier` groups are carried over as far as their slots still exist (see
+    grouping_join), unless they were formed by another rule: then, and with `regroup`, all are formed from
+    scratch. `gate`: the largest drop under noise of a component that counts as tolerant.
+    """
+    tolerant = {
+        model: frozenset((s.component, s.layer) for s in profile.sensitivities if s.drop <= gate)
+        for model, profile in profiles.items()
+    }
+    former = Former(fingerprints, tolerant, grouping, merging)
+    if earlier is not None and grouping.on_new_model == "join" and _same_rule(earlier, grouping, gate):
+        formed = continued(earlier, former, keep_removed=grouping.on_removed_model == "keep")
+    else:
+        formed = former.form(former.slots)
+    middle = (max(f.layers for f in fingerprints.values()) - 1) / 2
+    return Groups(
+        pool=pool,
+        key=key,
+        candidates=grouping.candidates,
+        gate=gate,
+        models=tuple(sorted(fingerprints)),
+        groups=tuple(sorted(formed.groups, key=lambda g: _search_order(g, middle))),
+        excluded=tuple(
+            Exclusion(model=model, layer=layer, projection=projection, reason=reason)
+            for (model, layer, projection), reason in sorted(formed.reasons.items())
+        ),
+    )
+
+
+def make_plan(groups: Groups, fingerprint: Fingerprint, profile: Profile, pool: str) -> Plan:
+    """One model's own steps: for every component that has a group, its recipes, in the order of the search.
+
+    With `wide` candidates it depends on the model's own profile and on the recipes of its groups alone.
+    """
+    model, middle = fingerprint.model, (fingerprint.layers - 1) / 2
+    if groups.candidates == "reference":
+        blocks = reference_order(groups.groups, model, middle)
+    else:
+        own: dict[Place, list[tuple[Group, Slot]]] = defaultdict(list)
+        for group in groups.groups:
+            for slot in group.members:
+                if slot.model == model:
+                    own[slot.component, slot.layer].append((group, slot))
+        nbytes = {place: sum(slot.nbytes for _, slot in found) for place, found in own.items()}
+        drops: dict[Place, float] = {(s.component, s.layer): s.drop for s in profile.sensitivities}
+        blocks = [own[place] for place in wide_order(nbytes, drops, groups.gate, middle)]
+    at = {slot.tensor: i for i, slot in enumerate(fingerprint.slots)}
+    return Plan(
+        pool=pool,
+        model=model,
+        fingerprint=fingerprint.digest,
+        steps=tuple(_step(sorted(block, key=lambda found: at[found[1].tensor])) for block in blocks),
+    )
+
+
+def _step(block: list[tuple[Group, Slot]]) -> PlannedStep:
+    first = block[0][1]
+    merges = tuple(
+        PlannedMerge(tensor=slot.tensor, projection=slot.projection, nbytes=slot.nbytes, recipe=group.recipe)
+        for group, slot in block
+    )
+    return PlannedStep(component=first.component, layer=first.layer, merges=merges)
+
+
+def _same_rule(earlier: Groups, grouping: GroupingSettings, gate: float) -> bool:
+    """Whether groups are still sought by the rule that formed the earlier ones. No gate bars `wide` ones."""
+    if earlier.candidates != grouping.candidates:
+        return False
+    return earlier.candidates == "wide" or earlier.gate == gate
+
+
+def _search_order(group: Group, middle: float) -> tuple[object, ...]:
+    """Larger saving first, then the middle of the model; the rest makes it total."""
+    layer = group.members[0].layer
+    saving = group.recipe.nbytes * (len(group.members) - 1)
+    contributors = [(c.model, c.layer) for c in group.recipe.contributors]
+    return group.stage, -saving, abs(layer - middle), layer, group.recipe.projection, contributors

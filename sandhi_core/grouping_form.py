@@ -1,0 +1,122 @@
+"""Groups from scratch: which slots may share one tensor.
+
+`wide`: every set of same-layer slots that agree in their compatibility key. `reference`: SANDHI's Ward
+clusters of the components that tolerate noise (ward.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sandhi_core.grouping_order import Place
+from sandhi_core.pool import GroupingSettings, MergingSettings
+from sandhi_core.records import Contributor, Fingerprint, Group, Recipe, Slot, TensorInfo
+from sandhi_core.ward import Point, standardised, ward_groups
+
+Stage = Literal[1, 2]
+Where = tuple[str, int, str]
+"""(model, layer, projection): names a slot, whatever its bytes."""
+
+NO_PARTNER = "no other model has a matrix of this shape, dtype and meaning in this layer"
+NOT_CLUSTERED = "clustered with no other model's matrix"
+DISTURBED = "noise in its component costs more than the gate"
+DUPLICATE = "exact duplicate: the bytes are equal already, shared without a merge"
+
+
+def where(slot: Slot) -> Where:
+    return slot.model, slot.layer, slot.projection
+
+
+@dataclass(frozen=True)
+class Formed:
+    """Groups, and for every slot that was considered and is in none of them, why."""
+
+    groups: tuple[Group, ...]
+    reasons: dict[Where, str]
+
+
+class Former:
+    """Forms groups of the slots of `fingerprints`. `tolerant`: model to the components whose noise drop is
+    within the gate; only these take part in `reference` candidates."""
+
+    def __init__(
+        self,
+        fingerprints: Mapping[str, Fingerprint],
+        tolerant: Mapping[str, frozenset[Place]],
+        grouping: GroupingSettings,
+        merging: MergingSettings,
+    ) -> None:
+        self.candidates = grouping.candidates
+        self.slots = [s for _, f in sorted(fingerprints.items()) for s in f.slots]
+        self._tensors = {(m, t.name): t for m, f in fingerprints.items() for t in f.tensors}
+        self._tolerant = tolerant
+        self._merging = merging
+
+    def form(self, slots: Sequence[Slot]) -> Formed:
+        """Groups of `slots` among themselves. A set whose bytes are all equal needs no recipe."""
+        eligible = [s for s in slots if self.eligible(s)]
+        sets = self._wide(eligible) if self.candidates == "wide" else self._reference(eligible)
+        alone = NO_PARTNER if self.candidates == "wide" else NOT_CLUSTERED
+        reasons = {where(s): DISTURBED for s in slots} | {where(s): alone for s in eligible}
+        groups = []
+        for stage, members in sets:
+            if len({s.digest for s in members}) == 1:
+                reasons |= {where(s): DUPLICATE for s in members}
+            else:
+                groups.append(Group(recipe=self.recipe(members), members=members, stage=stage))
+        grouped = {where(s) for g in groups for s in g.members}
+        return Formed(tuple(groups), {w: reason for w, reason in reasons.items() if w not in grouped})
+
+    def eligible(self, slot: Slot) -> bool:
+        return self.candidates == "wide" or (slot.component, slot.layer) in self._tolerant[slot.model]
+
+    def recipe(self, slots: Sequence[Slot]) -> Recipe:
+        """The recipe that `slots` (sorted by model and layer) contribute to."""
+        info = self._info(slots[0])
+        return Recipe(
+            projection=slots[0].projection,
+            shape=info.shape,
+            dtype=info.dtype,
+            method=self._merging.methods[0],
+            rescale=self._merging.rescale,
+            contributors=tuple(
+                Contributor(model=s.model, layer=s.layer, tensor=s.tensor, digest=s.digest) for s in slots
+            ),
+        )
+
+    def repinned(self, recipe: Recipe, now: Mapping[Where, Slot]) -> Recipe:
+        """`recipe` with the contributors' present bytes (a contributor that is gone stays as it was
+        pinned)."""
+        pinned = []
+        for c in recipe.contributors:
+            slot = now.get((c.model, c.layer, recipe.projection))
+            update = {"tensor": slot.tensor, "digest": slot.digest} if slot is not None else {}
+            pinned.append(c.model_copy(update=update))
+        method = {"method": self._merging.methods[0], "rescale": self._merging.rescale}
+        return recipe.model_copy(update={"contributors": tuple(pinned), **method})
+
+    def _info(self, slot: Slot) -> TensorInfo:
+        return self._tensors[slot.model, slot.tensor]
+
+    def _wide(self, slots: Iterable[Slot]) -> Iterable[tuple[Stage, tuple[Slot, ...]]]:
+        alike: dict[tuple[int, str], list[Slot]] = defaultdict(list)
+        for slot in slots:
+            alike[slot.layer, slot.key].append(slot)
+        return [(1, in_order(members)) for members in alike.values() if len(members) > 1]
+
+    def _reference(self, slots: Iterable[Slot]) -> Iterable[tuple[Stage, tuple[Slot, ...]]]:
+        alike: dict[str, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            alike[slot.key].append(slot)
+        for members in alike.values():
+            infos = [self._info(s) for s in members]
+            points = [Point(s.model, s.layer, i.mean, i.std) for s, i in zip(members, infos, strict=True)]
+            clustered = ward_groups(standardised(points))
+            yield from ((1, in_order(members[i] for i in group)) for group in clustered.same_layer)
+            yield from ((2, in_order(members[i] for i in group)) for group in clustered.across)
+
+
+def in_order(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """The order of members and contributors."""
+    return tuple(sorted(slots, key=lambda s: (s.model, s.layer)))

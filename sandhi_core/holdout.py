@@ -1,0 +1,105 @@
+"""How far a model really goes, decided by questions never used before.
+
+The search looks at its questions hundreds of times, so a cutoff within budget there may not be within budget
+elsewhere. Here every cutoff gets one look, from safe to bold, and the first that fails ends the walk. As the
+order is fixed before any look, testing in sequence needs no correction for the number of looks (Maurer,
+Hothorn, Lehmacher 1995; Wiens 2003, Pharmaceutical Statistics 2:211-215).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from sandhi_core.cutoffs import EPSILON, tensors_at
+from sandhi_core.pool import ModelEntry, TaskBudget
+from sandhi_core.records import CutoffSet, Evaluation, HoldoutScore, HoldoutTask, Look, TaskResult, Trajectory
+from sandhi_core.statistics import Paired, paired_interval
+
+
+def walk_holdout(
+    pool: str,
+    model: ModelEntry,
+    cutoffs: CutoffSet,
+    trajectory: Trajectory,
+    evaluate: Callable[[dict[str, str]], Evaluation],
+) -> HoldoutScore:
+    """Walk the cutoffs within budget on the search split until one is out of budget on the holdout.
+
+    `evaluate` scores the model on the holdout split with tensors (name to shared digest) in place; `{}` is
+    the original. The result is the boldest cutoff that held, at worst the original itself (0 steps, no
+    look). The point estimate decides how far the walk goes (`within_budget`). `certified` is the stricter
+    test in the same sequence: the one-sided 95 % bound kept the budget here and at every cutoff before.
+
+    Raises EvaluationError where a task has fewer than two questions.
+    """
+    original = evaluate({})
+    steps, weights = 0, original.weights
+    tasks = {entry.task: _unchanged(entry, original.tasks[entry.task]) for entry in model.tasks}
+    walked: list[Look] = []
+    for candidate, tensors in _distinct(cutoffs, trajectory):
+        merged = evaluate(tensors)
+        compared = {
+            entry.task: _compare(
+                entry, original.tasks[entry.task], merged.tasks[entry.task], tasks[entry.task].certified
+            )
+            for entry in model.tasks
+        }
+        holds = all(task.within_budget for task in compared.values())
+        walked.append(Look(steps=candidate, within_budget=holds))
+        if not holds:
+            break
+        steps, weights, tasks = candidate, merged.weights, compared
+    return HoldoutScore(
+        pool=pool, model=model.name, steps=steps, weights=weights, tasks=tasks, walked=tuple(walked)
+    )
+
+
+def _distinct(cutoffs: CutoffSet, trajectory: Trajectory) -> Iterator[tuple[int, dict[str, str]]]:
+    """Cutoffs worth a look, from safe to bold; going past a rejected step changes nothing."""
+    last: dict[str, str] = {}
+    for cutoff in sorted(cutoffs.cutoffs, key=lambda c: c.steps):
+        tensors = tensors_at(trajectory, cutoff.steps)
+        if cutoff.within_budget and tensors != last:
+            yield cutoff.steps, tensors
+            last = tensors
+
+
+def _unchanged(entry: TaskBudget, original: TaskResult) -> HoldoutTask:
+    """The original against itself: nothing is estimated, the difference is nought."""
+    return _task(entry, original, original, 0.0, Paired(0.0, 0.0, 0.0, 0.0), certifiable=True)
+
+
+def _compare(entry: TaskBudget, original: TaskResult, merged: TaskResult, certifiable: bool) -> HoldoutTask:
+    change = merged.value - original.value
+    interval = paired_interval(original.questions, merged.questions, merged.higher_is_better)
+    # The interval is of a mean over questions; it certifies nothing of a metric that is none (a corpus F1).
+    is_mean = _is_mean(original) and _is_mean(merged)
+    difference = change if merged.higher_is_better else -change
+    return _task(entry, original, merged, difference, interval, certifiable and is_mean)
+
+
+def _is_mean(result: TaskResult) -> bool:
+    mean = math.fsum(result.questions) / len(result.questions)
+    return math.isclose(result.value, mean, rel_tol=1e-9, abs_tol=EPSILON)
+
+
+def _task(
+    entry: TaskBudget,
+    original: TaskResult,
+    merged: TaskResult,
+    difference: float,
+    interval: Paired,
+    certifiable: bool,
+) -> HoldoutTask:
+    return HoldoutTask(
+        metric=entry.metric,
+        budget=entry.budget,
+        original=original.value,
+        merged=merged.value,
+        difference=difference,
+        low=interval.low,
+        high=interval.high,
+        bound=interval.bound,
+        questions=len(merged.questions),
+        within_budget=difference >= -entry.budget - EPSILON,
+        certified=certifiable and interval.bound >= -entry.budget,
+    )

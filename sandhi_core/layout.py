@@ -1,0 +1,106 @@
+"""What an export consists of, as a function of records: names, manifest, index (docs/format.md, "Export").
+
+Nothing here touches tensors, so what is written (export) and what is checked (sharing) cannot disagree.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from pydantic import ValidationError
+
+from sandhi_core.errors import ProofError
+from sandhi_core.records import ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
+from sandhi_core.savings import Holding, holdings
+
+MANIFEST = "sandhi.json"
+INDEX = "model.safetensors.index.json"
+PRIVATE = "private.safetensors"
+
+
+def make_manifest(
+    pool: str,
+    point: str,
+    fingerprints: Mapping[str, Fingerprint],
+    tensors: Mapping[str, Mapping[str, str]],
+    weights_keys: Mapping[str, str],
+    linked: Linked,
+) -> Manifest:
+    """The manifest of the export in which each model holds its `tensors` (tensor name to digest) and
+    otherwise its own; all mappings by model name."""
+    shared = {(h.name, h.digest): h for h in holdings(tensors, fingerprints) if h.shared}
+    return Manifest(
+        pool=pool,
+        point=point,
+        models={
+            model: ExportedModel(
+                directory=model,
+                weights=weights_keys[model],
+                files=fingerprint.files,
+                tensors=_tensors(fingerprint, tensors.get(model, {}), shared),
+                linked=linked,
+            )
+            for model, fingerprint in sorted(fingerprints.items())
+        },
+    )
+
+
+def _tensors(
+    fingerprint: Fingerprint, merged: Mapping[str, str], shared: Mapping[tuple[str, str], Holding]
+) -> dict[str, ExportedTensor]:
+    tensors: dict[str, ExportedTensor] = {}
+    taken: Counter[str] = Counter()
+    for own in sorted(fingerprint.tensors, key=lambda t: t.name):
+        digest = merged.get(own.name, own.digest)
+        file = PRIVATE
+        if (own.name, digest) in shared:
+            file = f"shared-{digest[:16]}-{taken[digest[:16]]}.safetensors"
+            taken[digest[:16]] += 1
+        tensors[own.name] = ExportedTensor(
+            digest=digest,
+            dtype=own.dtype,
+            shape=own.shape,
+            nbytes=own.nbytes,
+            file=file,
+            sharing="private" if file == PRIVATE else "merged" if own.name in merged else "duplicate",
+        )
+    return tensors
+
+
+def shards(model: ExportedModel) -> dict[str, dict[str, ExportedTensor]]:
+    """A model's weight files, each with its tensors by name."""
+    by_file: dict[str, dict[str, ExportedTensor]] = {}
+    for name, tensor in sorted(model.tensors.items()):
+        by_file.setdefault(tensor.file, {})[name] = tensor
+    return by_file
+
+
+def index_bytes(model: ExportedModel) -> bytes:
+    """The index that tells a loader which shard holds which tensor, as transformers writes it."""
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in model.tensors.values())},
+        "weight_map": {name: tensor.file for name, tensor in model.tensors.items()},
+    }
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_manifest(export_root: Path) -> Manifest:
+    """The manifest of an export. Raises ProofError where it is missing, invalid or names files elsewhere."""
+    path = export_root / MANIFEST
+    remedy = "give the directory that holds sandhi.json, as `sandhi build` prints it, or build again"
+    try:
+        manifest = Manifest.parse(path.read_bytes())
+    except OSError as error:
+        raise ProofError(f"cannot be read: {error.strerror}", file=str(path), remedy=remedy) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ProofError(f"no manifest: {where} {first['msg']}", file=str(path), remedy=remedy) from None
+    names = [m.directory for m in manifest.models.values()]
+    names += [f for m in manifest.models.values() for f in (*m.files, *shards(m))]
+    for name in names:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or str(pure) != name or name == ".":
+            raise ProofError(f"names a file elsewhere: {name}", file=str(path), remedy=remedy)
+    return manifest

@@ -1,0 +1,89 @@
+"""Recipe -> tensor. Every model that accepts a recipe holds the same bytes, whoever else accepts it and when.
+
+The mean of the contributors' *original* weights, added up in fp32 in the recipe's order, divided once and
+cast once: averaging step by step in bf16 loses most small differences. `rescale: common` then gives every
+row the mean of the contributors' row means and row standard deviations (SANDHI's row-wise affine
+correction, but one and the same for all members: an average of weights that do not correlate has too small
+a spread).
+"""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from sandhi_core.errors import MergeError
+from sandhi_core.records import Contributor, Recipe
+from sandhi_core.scan import RowStatistics, row_statistics_of
+
+BLOCK_BYTES = 16 * 2**20
+"""Size of the fp32 accumulator: what a merge needs beyond its result, up to a small factor."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def merge(
+    recipe: Recipe,
+    tensors: Sequence[Tensor],
+    rows: Sequence[RowStatistics] | None,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> Tensor:
+    """The recipe's tensor, of its shape (rows, columns) and dtype.
+
+    `tensors` and, for `rescale: common`, `rows` (float32 row means and population standard deviations) are
+    those of the contributors, in the recipe's order. The bytes depend on neither `block_bytes` nor the
+    number of threads: all arithmetic is element by element, and row statistics are taken row by row.
+
+    Raises MergeError where a contributor is not as recorded, or the result is not finite in the recipe's
+    dtype.
+    """
+    _check(recipe, tensors)
+    height, width = recipe.shape
+    target = _common(rows) if rows is not None and recipe.rescale == "common" else None
+    step = max(1, block_bytes // (4 * width))
+    merged = torch.empty(recipe.shape, dtype=DTYPES[recipe.dtype])
+    for start in range(0, height, step):
+        block = slice(start, min(start + step, height))
+        mean = _mean([t[block] for t in tensors])
+        if target is not None:
+            mean = _rescaled(mean, RowStatistics(target.mean[block], target.std[block]))
+        merged[block] = mean.to(merged.dtype)
+        if not bool(torch.isfinite(merged[block]).all()):
+            _refuse(recipe.contributors[0], "the merged tensor is not finite", "leave these models' slot out")
+    return merged
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].to(torch.float32, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor.to(torch.float32)
+    return total.div_(len(tensors))
+
+
+def _common(rows: Sequence[RowStatistics]) -> RowStatistics:
+    """What the shared tensor's rows are given: the means of the contributors' row means and deviations."""
+    return RowStatistics(_mean([r.mean for r in rows]), _mean([r.std for r in rows]))
+
+
+def _rescaled(block: Tensor, target: RowStatistics) -> Tensor:
+    """`block` (rows, columns) with the target's row means and deviations; a constant row has its mean set."""
+    found = row_statistics_of(block)
+    scale = torch.where(found.std > 0, target.std / found.std, 0.0)
+    return block.sub_(found.mean[:, None]).mul_(scale[:, None]).add_(target.mean[:, None])
+
+
+def _check(recipe: Recipe, tensors: Sequence[Tensor]) -> None:
+    for contributor, tensor in zip(recipe.contributors, tensors, strict=True):
+        if tuple(tensor.shape) != recipe.shape or tensor.dtype != DTYPES[recipe.dtype]:
+            _refuse(
+                contributor,
+                f"has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, "
+                f"but its group was formed for {recipe.shape} and {recipe.dtype}",
+                "build again, so that the model's checkpoint stage sees the new files",
+            )
+
+
+def _refuse(contributor: Contributor, message: str, remedy: str) -> NoReturn:
+    raise MergeError(message, model=contributor.model, tensor=contributor.tensor, remedy=remedy)

@@ -1,0 +1,102 @@
+"""What a report is made from, and what follows from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sandhi_core.cutoffs import tensors_at
+from sandhi_core.pool import Pool
+from sandhi_core.records import (
+    CutoffSet,
+    Fingerprint,
+    Groups,
+    HoldoutScore,
+    Manifest,
+    OperatingPoint,
+    OperatingPoints,
+    Plan,
+    Profile,
+    SharingProof,
+    Slot,
+    Trajectory,
+)
+from sandhi_core.savings import holdings
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """A pool's records: `groups` by group key, all other mappings by model name. What is missing is reported as
+    not measured, so a pool can be looked at while it is being built."""
+
+    pool: Pool
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    groups: Mapping[str, Groups] = field(default_factory=dict)
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    trajectories: Mapping[str, Trajectory] = field(default_factory=dict)
+    cutoffs: Mapping[str, CutoffSet] = field(default_factory=dict)
+    holdouts: Mapping[str, HoldoutScore] = field(default_factory=dict)
+    points: OperatingPoints | None = None
+    manifest: Manifest | None = None
+    proof: SharingProof | None = None
+
+    @property
+    def gate(self) -> float:
+        return self.pool.profile.gate
+
+    @property
+    def budgets(self) -> dict[str, dict[str, float]]:
+        """Model to task to budget."""
+        return {model.name: {t.task: t.budget for t in model.tasks} for model in self.pool.models}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every model of the pool has been held to questions never used before."""
+        return all(model.name in self.holdouts for model in self.pool.models)
+
+
+State = Literal["shared", "duplicate", "alone", "kept", "excluded"]
+"""What became of a slot: it holds a merged tensor that others hold too; it was byte-identical to another's from the
+start; it holds a merged tensor that nobody else kept; it was proposed and stayed as it was; it was never proposed."""
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """One projection of one model at an operating point. `holders` are all models with this very tensor."""
+
+    slot: Slot
+    state: State
+    digest: str
+    holders: tuple[str, ...]
+
+
+def slot_states(
+    fingerprints: Mapping[str, Fingerprint],
+    plans: Mapping[str, Plan],
+    trajectories: Mapping[str, Trajectory],
+    point: OperatingPoint,
+) -> dict[str, tuple[SlotState, ...]]:
+    """What became of every slot at `point`; by model name, in the order of the fingerprint's slots."""
+    assigned = {m: tensors_at(t, point.cutoffs[m]) for m, t in trajectories.items() if m in point.cutoffs}
+    held = {(h.name, h.digest): h for h in holdings(assigned, fingerprints)}
+
+    def state_of(slot: Slot, own: Mapping[str, str], planned: set[str]) -> SlotState:
+        digest = own.get(slot.tensor, slot.digest)
+        holding = held[slot.tensor, digest]
+        state: State
+        if holding.shared:
+            state = "shared" if holding.merged else "duplicate"
+        elif slot.tensor in own:
+            state = "alone"
+        else:
+            state = "kept" if slot.tensor in planned else "excluded"
+        return SlotState(slot, state, digest, holding.models)
+
+    return {
+        name: tuple(state_of(s, assigned.get(name, {}), _planned(plans.get(name))) for s in fingerprint.slots)
+        for name, fingerprint in fingerprints.items()
+    }
+
+
+def _planned(plan: Plan | None) -> set[str]:
+    return {merge.tensor for step in plan.steps for merge in step.merges} if plan else set()

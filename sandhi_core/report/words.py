@@ -1,0 +1,49 @@
+"""Numbers as people read them, the same in pictures, pages and the terminal."""
+
+NOT_MEASURED = "not measured"
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest binary unit that leaves a digit before the point."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
+
+
+def number(value: float) -> str:
+    """A score in its metric's own unit: fractions with three decimals, larger ones with two."""
+    return _signless_zero(f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}")
+
+
+def signed(value: float) -> str:
+    text = number(value)
+    return text if text.startswith("-") else f"+{text}"
+
+
+def brief(value: float) -> str:
+    """Two digits for a small cell: .07, 1.2, 35."""
+    if abs(value) >= 9.95:
+        return f"{value:.0f}"
+    if abs(value) >= 0.995:
+        return f"{value:.1f}"
+    text = _signless_zero(f"{value:.2f}")
+    return "0" if text == "0.00" else text.replace("0.", ".", 1)
+
+
+def _signless_zero(text: str) -> str:
+    return text.lstrip("-") if float(text) == 0 else text
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,84 @@
+"""Bytes that a pool saves: counted on distinct tensors, exact duplicates apart, net of corrections."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sandhi_core.records import Fingerprint, Savings, TensorInfo
+
+MIN_SHARED_BYTES = 4096
+"""Exact duplicates below one page are not worth a shared shard: they stay private and are not claimed."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One distinct tensor under one name. `merged` models hold it instead of their own; `owners` own it."""
+
+    name: str
+    digest: str
+    nbytes: int
+    merged: tuple[str, ...]
+    owners: tuple[str, ...]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(sorted(self.merged + self.owners))
+
+    @property
+    def shared(self) -> bool:
+        """Whether one copy serves all of `models`. One that only owners hold is an exact duplicate."""
+        return len(self.models) > 1 and (bool(self.merged) or self.nbytes >= MIN_SHARED_BYTES)
+
+
+def holdings(
+    assignments: Mapping[str, Mapping[str, str]], fingerprints: Mapping[str, Fingerprint]
+) -> tuple[Holding, ...]:
+    """Every distinct (name, digest) of the pool with who holds it, sorted.
+
+    `assignments`: model to tensor name to the digest of the shared tensor it holds there. Only equal names
+    count as one tensor: an index that names shards can express nothing else (docs/format.md).
+    """
+    merged: dict[tuple[str, str], list[str]] = defaultdict(list)
+    owners: dict[tuple[str, str], list[str]] = defaultdict(list)
+    nbytes: dict[tuple[str, str], int] = {}
+    for model in sorted(fingerprints):
+        assigned = assignments.get(model, {})
+        for tensor in fingerprints[model].tensors:
+            key = (tensor.name, assigned.get(tensor.name, tensor.digest))
+            (merged if tensor.name in assigned else owners)[key].append(model)
+            nbytes[key] = tensor.nbytes
+    return tuple(
+        Holding(*key, nbytes=nbytes[key], merged=tuple(merged[key]), owners=tuple(owners[key]))
+        for key in sorted(nbytes)
+    )
+
+
+def savings(
+    assignments: Mapping[str, Mapping[str, str]],
+    fingerprints: Mapping[str, Fingerprint],
+    overhead: int = 0,
+) -> Savings:
+    """Bytes that a pool saves when each model holds its `assignments` and otherwise its own tensors.
+
+    `overhead`: bytes that the assignments cost beside the shared tensors (corrections, adjustments).
+    """
+    shared = [h for h in holdings(assignments, fingerprints) if h.shared]
+    total = sum(f.nbytes for f in fingerprints.values())
+    return Savings(
+        checkpoint_bytes=total,
+        resident_bytes=total - sum(_tied_copies(f) for f in fingerprints.values()),
+        duplicates=sum(h.nbytes * max(len(h.owners) - 1, 0) for h in shared),
+        freed=sum(h.nbytes * (len(h.models) - 1) for h in shared),
+        overhead=overhead,
+    )
+
+
+def _tied_copies(fingerprint: Fingerprint) -> int:
+    """Bytes of an output head that repeats the embedding: servers keep the two as one."""
+
+    def named(suffix: str) -> TensorInfo | None:
+        return next((t for t in fingerprint.tensors if t.name.endswith(suffix)), None)
+
+    head, embedding = named("lm_head.weight"), named("embed_tokens.weight")
+    tied = head is not None and embedding is not None and head.digest == embedding.digest
+    return head.nbytes if tied and head is not None else 0

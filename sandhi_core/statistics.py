@@ -1,0 +1,87 @@
+"""How far a difference between two models' answers to the same questions may be from the true one."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize, stats
+
+from sandhi_core.errors import EvaluationError
+
+TWO_SIDED = 0.975
+"""Quantile of both ends of a 95 % interval."""
+ONE_SIDED = 0.95
+"""Quantile of a one-sided 95 % bound."""
+
+
+class Paired(NamedTuple):
+    """Mean change over questions, merged minus original, in the metric's unit; negative is worse."""
+
+    difference: float
+    low: float
+    high: float
+    bound: float  # one-sided 95 % lower bound
+
+
+def paired_interval(original: Sequence[float], merged: Sequence[float], higher_is_better: bool) -> Paired:
+    """95 % interval and one-sided 95 % lower bound of the mean paired difference.
+
+    `original` and `merged` hold one value a question, in the same order. Right-or-wrong answers (all 0 or 1)
+    get Tango's score interval, everything else the paired t interval. Neither has zero width merely because
+    no pair differs: unseen questions may.
+
+    Raises EvaluationError where there are fewer than two questions, different numbers, or values not finite.
+    """
+    before, after = np.asarray(original, dtype=np.float64), np.asarray(merged, dtype=np.float64)
+    if before.shape != after.shape or before.size < 2 or not np.isfinite([before, after]).all():
+        raise EvaluationError(
+            f"no interval of {before.size} and {after.size} answers: it takes two or more, equally many, finite",
+            remedy="give the task more questions; look for weights that give NaN",
+        )
+    if np.isin(before, (0.0, 1.0)).all() and np.isin(after, (0.0, 1.0)).all():
+        better, worse = (after, before) if higher_is_better else (before, after)
+        gained, lost = int(np.sum(better > worse)), int(np.sum(better < worse))
+        return _tango(gained, lost, before.size)
+    return _paired_t(after - before if higher_is_better else before - after, float(np.ptp([before, after])))
+
+
+def _tango(gained: int, lost: int, n: int) -> Paired:
+    low, bound = (tango_limit(gained, lost, n, float(stats.norm.ppf(q))) for q in (TWO_SIDED, ONE_SIDED))
+    high = -tango_limit(lost, gained, n, float(stats.norm.ppf(TWO_SIDED)))
+    return Paired((gained - lost) / n, low, high, bound)
+
+
+def tango_limit(gained: int, lost: int, n: int, z: float) -> float:
+    """Lower score limit of p(gained) - p(lost), `gained` and `lost` being the discordant pairs among `n`.
+
+    Tango (1998), Statistics in Medicine 17:891-908: the difference d at which the score statistic
+    (gained - lost - n d) / sqrt(n (2 q + d (1 - d))) equals z, where q, the maximum likelihood estimate of
+    p(lost) given d, is the larger root of 2 n q^2 + b q + c = 0 (b and c as below). `z` is a standard normal
+    quantile above 0.
+    """
+    estimate = (gained - lost) / n
+    if estimate == -1.0:
+        return -1.0
+
+    def excess(d: float) -> float:
+        b = -gained - lost + (2 * n - gained + lost) * d
+        c = -lost * d * (1.0 - d)
+        q = (math.sqrt(max(b * b - 8.0 * n * c, 0.0)) - b) / (4.0 * n)
+        return gained - lost - n * d - z * math.sqrt(max(n * (2.0 * q + d * (1.0 - d)), 0.0))
+
+    # At the estimate itself the variance can vanish, which would be a second root.
+    return float(optimize.brentq(excess, -1.0, estimate - 1e-9))
+
+
+def _paired_t(differences: npt.NDArray[np.float64], spread: float) -> Paired:
+    """Student's paired t interval. Where all differences are equal it would have no width and say nothing of
+    unseen questions; then Tango's limits for no discordant pair stand in, scaled to the values' range."""
+    n = differences.size
+    mean, error = float(differences.mean()), float(stats.sem(differences))
+    if error == 0.0:
+        two, one = (-spread * tango_limit(0, 0, n, float(stats.norm.ppf(q))) for q in (TWO_SIDED, ONE_SIDED))
+    else:
+        two, one = (error * float(stats.t.ppf(q, n - 1)) for q in (TWO_SIDED, ONE_SIDED))
+    return Paired(mean, mean - two, mean + two, mean - one)

@@ -1,0 +1,183 @@
+"""The walk over the holdout: safe to bold, one look each, stop at the first that fails."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandhi_core.holdout import walk_holdout
+from sandhi_core.pool import ModelEntry, TaskBudget
+from sandhi_core.records import Cutoff, CutoffSet, Evaluation, HoldoutScore, Step, TaskResult, Trajectory
+
+MODEL = ModelEntry(
+    name="legal",
+    path="org/legal",
+    tasks=(
+        TaskBudget(task="law", metric="acc", budget=0.05),
+        TaskBudget(task="prose", metric="perplexity", budget=0.5),
+    ),
+)
+QUESTIONS = 100
+
+
+def trajectory(decisions: str) -> Trajectory:
+    """`a` is an accepted step that shares a tensor of its own, `r` a rejected one."""
+    steps = tuple(
+        Step(
+            index=i,
+            component="mlp",
+            layer=i,
+            decision="accepted" if decision == "a" else "rejected",
+            scores={"law": 0.9, "prose": 8.0},
+            tensors={f"t{i}": f"d{i}"},
+        )
+        for i, decision in enumerate(decisions)
+    )
+    return Trajectory(
+        pool="p",
+        model="legal",
+        plan="plan",
+        baseline={"law": 0.9, "prose": 8.0},
+        higher_is_better={"law": True, "prose": False},
+        tolerance={"law": 0.05, "prose": 0.5},
+        questions={"law": QUESTIONS, "prose": QUESTIONS},
+        evaluations=len(steps),
+        steps=steps,
+    )
+
+
+def cutoff_set(within: dict[int, bool]) -> CutoffSet:
+    cutoffs = tuple(
+        Cutoff(
+            steps=steps,
+            accepted=steps,
+            scores={"law": 0.9, "prose": 8.0},
+            drops={"law": 0.0, "prose": 0.0},
+            freed=steps,
+            within_budget=ok,
+        )
+        for steps, ok in within.items()
+    )
+    deepest = max(steps for steps, ok in within.items() if ok)
+    return CutoffSet(
+        pool="p", model="legal", budgets={"law": 0.05, "prose": 0.5}, cutoffs=cutoffs, deepest=deepest, knee=0
+    )
+
+
+class Scripted:
+    """Answers a number of law questions wrong, and prose worse, by how many tensors are shared."""
+
+    def __init__(self, wrong: list[int], prose: list[float] | None = None) -> None:
+        self.wrong, self.prose = wrong, prose or [8.0] * len(wrong)
+        self.asked: list[frozenset[str]] = []
+
+    def __call__(self, tensors: dict[str, str]) -> Evaluation:
+        self.asked.append(frozenset(tensors))
+        wrong, prose = self.wrong[len(tensors)], self.prose[len(tensors)]
+        law = tuple(0.0 if i < wrong else 1.0 for i in range(QUESTIONS))
+        words = tuple(
+            prose + (i - (QUESTIONS - 1) / 2) / QUESTIONS * (1 + len(tensors)) for i in range(QUESTIONS)
+        )
+        return Evaluation(
+            weights="+".join(sorted(tensors)) or "original",
+            context="c",
+            split="holdout",
+            tasks={
+                "law": TaskResult(value=sum(law) / QUESTIONS, higher_is_better=True, questions=law),
+                "prose": TaskResult(value=sum(words) / QUESTIONS, higher_is_better=False, questions=words),
+            },
+        )
+
+
+def walk(evaluate: Scripted, decisions: str, within: dict[int, bool]) -> HoldoutScore:
+    return walk_holdout("p", MODEL, cutoff_set(within), trajectory(decisions), evaluate)
+
+
+def looks(score: HoldoutScore) -> list[tuple[int, bool]]:
+    return [(look.steps, look.within_budget) for look in score.walked]
+
+
+def test_the_walk_stops_at_the_first_that_fails_and_keeps_the_last_that_held() -> None:
+    evaluate = Scripted(wrong=[10, 12, 15, 16, 10])
+    score = walk(evaluate, "aaaa", dict.fromkeys(range(5), True))
+    assert looks(score) == [(1, True), (2, True), (3, False)]  # a fourth look could only find luck
+    assert (score.steps, score.weights) == (2, "t0+t1")
+    assert evaluate.asked == [frozenset(), {"t0"}, {"t0", "t1"}, {"t0", "t1", "t2"}]
+    law = score.tasks["law"]
+    assert (law.original, law.merged, law.questions, law.metric, law.budget) == (0.9, 0.85, 100, "acc", 0.05)
+    assert law.difference == pytest.approx(-0.05)
+    assert law.within_budget  # exactly the budget, whatever binary fractions make of it
+    assert law.low < law.bound < -0.05 < law.high
+    assert not law.certified
+
+
+def test_a_model_that_never_holds_is_the_original() -> None:
+    score = walk(Scripted(wrong=[10, 16]), "a", {0: True, 1: True})
+    assert looks(score) == [(1, False)]
+    assert (score.steps, score.weights) == (0, "original")
+    law = score.tasks["law"]
+    assert (law.difference, law.low, law.high, law.bound) == (0.0, 0.0, 0.0, 0.0)
+    assert law.within_budget and law.certified
+
+
+def test_no_look_without_a_merged_tensor() -> None:
+    evaluate = Scripted(wrong=[10])
+    score = walk(evaluate, "rr", {0: True, 1: True, 2: True})
+    assert (score.steps, looks(score), evaluate.asked) == (0, [], [frozenset()])
+
+
+def test_rejected_steps_and_cutoffs_out_of_budget_are_not_looked_at() -> None:
+    evaluate = Scripted(wrong=[10, 10, 10, 10])
+    score = walk(evaluate, "arara", {0: True, 1: True, 2: True, 3: False, 4: False, 5: True})
+    assert looks(score) == [(1, True), (5, True)]
+    assert len(evaluate.asked) == 3
+
+
+def test_every_task_must_hold_in_its_own_direction() -> None:
+    score = walk(Scripted(wrong=[10, 8, 6], prose=[8.0, 8.4, 8.6]), "aa", {0: True, 1: True, 2: True})
+    assert looks(score) == [(1, True), (2, False)]
+    assert score.tasks["prose"].difference == pytest.approx(-0.4)  # a perplexity that rose
+    assert score.tasks["law"].difference == pytest.approx(0.02)
+    better = walk(Scripted(wrong=[10, 10], prose=[8.0, 4.0]), "a", {0: True, 1: True})
+    assert better.steps == 1
+    assert better.tasks["prose"].difference == pytest.approx(4.0)
+
+
+def test_certified_needs_the_bound_at_every_look() -> None:
+    within = {0: True, 1: True, 2: True}
+    fine = walk(Scripted(wrong=[10, 10, 8]), "aa", within).tasks["law"]
+    assert fine.bound >= -0.05 and fine.certified
+    doubtful_once = walk(Scripted(wrong=[10, 14, 8]), "aa", within).tasks["law"]
+    assert doubtful_once.bound == fine.bound
+    assert not doubtful_once.certified
+
+
+def test_a_metric_that_is_no_mean_over_questions_is_not_certified() -> None:
+    plain = Scripted(wrong=[10, 10])
+
+    def corpus_metric(tensors: dict[str, str]) -> Evaluation:
+        evaluation = plain(tensors)
+        law = evaluation.tasks["law"].model_copy(update={"value": 0.5})
+        return evaluation.model_copy(update={"tasks": {**evaluation.tasks, "law": law}})
+
+    score = walk_holdout("p", MODEL, cutoff_set({0: True, 1: True}), trajectory("a"), corpus_metric)
+    assert score.steps == 1
+    assert not score.tasks["law"].certified
+    assert score.tasks["prose"].certified
+
+
+@settings(deadline=None)
+@given(
+    wrong=st.lists(st.integers(0, 30), min_size=1, max_size=8),
+    order=st.randoms(use_true_random=False),
+)
+def test_the_result_is_the_end_of_the_unbroken_run_within_budget(wrong: list[int], order: object) -> None:
+    within = list(range(len(wrong)))
+    order.shuffle(within)  # type: ignore[attr-defined]
+    score = walk(Scripted(wrong=wrong), "a" * (len(wrong) - 1), dict.fromkeys(within, True))
+    expected = 0
+    while expected + 1 < len(wrong) and wrong[expected + 1] - wrong[0] <= 5:
+        expected += 1
+    assert score.steps == expected
+    assert len(score.walked) == min(expected + 1, len(wrong) - 1)
+    assert all(task.within_budget for task in score.tasks.values())
+    assert HoldoutScore.parse(score.canonical()) == score
