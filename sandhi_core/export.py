@@ -22,7 +22,6 @@ from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, M
 from sandhi_core.safetensors_file import Entry, write_safetensors
 from sandhi_core.store import Store
 
-_STAGING = ".staging"
 _CLONE = 0x40049409  # FICLONE, ioctl_ficlonerange(2)
 _CHUNK = 16 << 20  # bytes
 
@@ -44,16 +43,11 @@ def export_pool(
     Raises CheckpointError where a model's files are no longer those of its fingerprint, StoreError where a
     tensor is not in the store or the disk cannot take the export.
     """
-    home = exports / pool.name
+    home = _home(exports, pool.name)
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        if home.resolve().parent != exports.resolve():
-            raise StoreError(
-                "leads out of the exports directory",
-                file=str(home),
-                remedy="remove this link and build again",
-            )
-        staging = _fresh(home / _STAGING)
+        _clear(home)
+        staging = home / ".staging"
+        staging.mkdir()
         linked = _reach(store, staging)
         manifest = make_manifest(pool.name, point, fingerprints, tensors, weights_keys, linked)
         final = home / manifest.digest[:16]
@@ -61,13 +55,9 @@ def export_pool(
             _write(staging, manifest, checkpoints, tensors, store)
             _publish(staging, final)
     except OSError as error:
-        raise StoreError(
-            f"the export cannot be written: {error.strerror or error}",
-            file=str(error.filename or home),
-            remedy="give the artifact root space and write permission, or choose another with --root",
-        ) from error
+        raise _unwritable(home, error) from error
     finally:
-        _remove(home / _STAGING)
+        _clear(home)
     return MergedWeights(
         pool=pool.name,
         export=f"{exports.name}/{pool.name}/{final.name}",
@@ -209,28 +199,43 @@ def _transfer(source: Path, target: Path, linked: Linked) -> None:
 # --- directories --------------------------------------------------------------------------------------------
 
 
+def _home(exports: Path, pool: str) -> Path:
+    """The directory of a pool's exports; never one elsewhere that a link leads to."""
+    home = exports / pool
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(home, error) from error
+    if home.is_symlink():
+        raise StoreError(
+            "leads out of the exports directory",
+            file=str(home),
+            remedy="remove this link and build again",
+        )
+    return home
+
+
+def _unwritable(home: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"the export cannot be written: {error.strerror or error}",
+        file=str(error.filename or home),
+        remedy="give the artifact root space and write permission, or choose another with --root",
+    )
+
+
 def _publish(staging: Path, final: Path) -> None:
     """Give the finished export its name. A damaged one that bears it goes: processes that map its files keep
     them."""
     if final.exists():
-        damaged = final.with_name(f".damaged-{final.name}")
-        _remove(damaged)
-        final.rename(damaged)
-        staging.rename(final)
-        _remove(damaged)
-    else:
-        staging.rename(final)
+        final.rename(final.with_name(".damaged"))
+    staging.rename(final)
     fsync_directory(final.parent)
 
 
-def _fresh(directory: Path) -> Path:
-    _remove(directory)
-    directory.mkdir()
-    return directory
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+def _clear(home: Path) -> None:
+    """Remove what is not finished: of this export, or of one that was killed."""
+    for path in home.glob(".*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

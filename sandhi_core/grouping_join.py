@@ -5,9 +5,10 @@ scores, stay valid. What a changed or removed contributor does to the recipes it
 avoided.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
-from sandhi_core.grouping_form import DUPLICATE, NO_PARTNER, Formed, Former, Where, where
+from sandhi_core.grouping_form import DUPLICATE, NO_PARTNER, Formed, Former, Where, in_order, where
 from sandhi_core.records import Group, Groups, Slot
 
 NOT_JOINED = "no existing group fits, and the partners it has are in use; regroup to include it"
@@ -19,32 +20,35 @@ def continued(earlier: Groups, former: Former, keep_removed: bool) -> Formed:
 
     Newcomers (models that were not there, or that lost every group they had) become members of the
     same-layer group of their slot's key. What finds none is grouped anew, among newcomers and models that
-    have no group at all. `keep_removed`: recipes of a removed contributor stay as they were pinned;
-    otherwise they are formed anew from the members that are left.
+    have no group at all; so are slots that were exact duplicates and are not any more. `keep_removed`:
+    recipes of a removed contributor stay as they were pinned; otherwise they are formed anew from the
+    members that are left.
     """
     now = {where(s): s for s in former.slots}
     groups = [c for g in earlier.groups if (c := _carried(g, former, now, keep_removed)) is not None]
     settled = _models(groups)
     present = {s.model for s in former.slots}
     newcomers = (present - set(earlier.models)) | ((present & _models(earlier.groups)) - settled)
-    joining = [s for s in former.slots if s.model in newcomers]
-    groups = _joined(groups, [s for s in joining if former.eligible(s)])
+    groups = _joined(groups, [s for s in former.slots if s.model in newcomers and former.eligible(s)])
     taken = {where(s) for g in groups for s in g.members}
-    loose = [s for s in former.slots if s.model not in settled and where(s) not in taken] if newcomers else []
-    anew = former.form(loose)
+    parted = _parted(earlier, [s for s in former.slots if s.model not in newcomers])
+    loose = [s for s in former.slots if where(s) in parted or (newcomers and s.model not in settled)]
+    anew = former.form([s for s in loose if where(s) not in taken])
     groups += anew.groups
-    return Formed(tuple(groups), _reasons(earlier, former, groups, anew, settled))
+    return Formed(tuple(groups), _reasons(earlier, former, groups, anew))
 
 
 def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_removed: bool) -> Group | None:
-    """`group` with present bytes, without the slots that are gone or now mean something else; None where
+    """`group` with present bytes, without the slots that are gone or mean something else by now; None where
     nothing is left to share by a merge."""
-    key = group.members[0].key
-    alike = {at: slot for at, slot in now.items() if slot.key == key}
+    key, projection = group.members[0].key, group.recipe.projection
+    sources = [(c.model, c.layer, projection) for c in group.recipe.contributors]
+    places = {where(m) for m in group.members}.union(sources)
+    alike = {at: now[at] for at in places if at in now and now[at].key == key}
     members = tuple(alike[where(m)] for m in group.members if where(m) in alike)
     if len(members) < 2:
         return None
-    gone = any((c.model, c.layer, group.recipe.projection) not in alike for c in group.recipe.contributors)
+    gone = any(source not in alike for source in sources)
     recipe = former.recipe(members) if gone and not keep_removed else former.repinned(group.recipe, alike)
     if len({m.digest for m in members} | {c.digest for c in recipe.contributors}) == 1:
         return None
@@ -62,30 +66,46 @@ def _joined(groups: Sequence[Group], slots: Sequence[Slot]) -> list[Group]:
         if (slot.layer, slot.key) in homes:
             added.setdefault(homes[slot.layer, slot.key], []).append(slot)
     return [
-        group.model_copy(
-            update={"members": tuple(sorted((*group.members, *added.get(at, ())), key=lambda s: (s.model, s.layer)))}
-        )
+        group.model_copy(update={"members": in_order((*group.members, *added.get(at, ())))})
         for at, group in enumerate(groups)
     ]
 
 
-def _reasons(
-    earlier: Groups, former: Former, groups: Sequence[Group], anew: Formed, settled: set[str]
-) -> dict[Where, str]:
+def _parted(earlier: Groups, slots: Sequence[Slot]) -> set[Where]:
+    """Of the `slots` that were left out as exact duplicates, those whose bytes differ by now."""
+    before = _reasons_of(earlier)
+    duplicates = [s for s in slots if before.get(where(s)) == DUPLICATE]
+    digests = _digests(duplicates)
+    return {where(s) for s in duplicates if len(digests[s.layer, s.key]) > 1}
+
+
+def _reasons(earlier: Groups, former: Former, groups: Sequence[Group], anew: Formed) -> dict[Where, str]:
     """Why each slot without a group has none: as found now, else as found before, else its partners left."""
     grouped = {where(s) for g in groups for s in g.members}
-    before = {(e.model, e.layer, e.projection): e.reason for e in earlier.excluded}
-    in_use = {(s.layer, s.key) for s in former.slots if s.model in settled}
+    before = _reasons_of(earlier)
+    present = Counter((s.layer, s.key) for s in former.slots)
+    equal = {at for at, digests in _digests(former.slots).items() if len(digests) == 1 and present[at] > 1}
     reasons = {}
-    for slot in former.slots:
-        at = where(slot)
-        if at in grouped:
-            continue
-        reason = anew.reasons.get(at)
-        if reason == NO_PARTNER and (slot.layer, slot.key) in in_use:
+    for slot in (s for s in former.slots if where(s) not in grouped):
+        reason = anew.reasons.get(where(slot)) or before.get(where(slot), LEFT_ALONE)
+        if (slot.layer, slot.key) in equal:
+            reason = DUPLICATE
+        elif reason == NO_PARTNER and present[slot.layer, slot.key] > 1:
             reason = NOT_JOINED
-        reasons[at] = reason or before.get(at, LEFT_ALONE)
+        reasons[where(slot)] = reason
     return reasons
+
+
+def _reasons_of(groups: Groups) -> dict[Where, str]:
+    return {(e.model, e.layer, e.projection): e.reason for e in groups.excluded}
+
+
+def _digests(slots: Iterable[Slot]) -> dict[tuple[int, str], set[str]]:
+    """Distinct bytes by layer and compatibility key."""
+    found: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for slot in slots:
+        found[slot.layer, slot.key].add(slot.digest)
+    return found
 
 
 def _models(groups: Sequence[Group]) -> set[str]:

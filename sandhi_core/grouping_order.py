@@ -99,8 +99,9 @@ def _linked(groups: Sequence[Group], model: str) -> list[Group]:
 def _rows(groups: Iterable[Group]) -> Iterable[tuple[tuple[str, int], Component, int]]:
     """A row a contributor: its (projection, layer), its component, and how many share the recipe."""
     for group in groups:
-        for c in group.recipe.contributors:
-            yield (group.recipe.projection, c.layer), group.members[0].component, len(group.recipe.contributors)
+        contributors = group.recipe.contributors
+        for c in contributors:
+            yield (group.recipe.projection, c.layer), group.members[0].component, len(contributors)
 
 
 def _rank(rows: Iterable[tuple[tuple[str, int], Component, int]], middle: float) -> dict[Place, int]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -171,10 +172,12 @@ def _held(directories: Mapping[str, Path], timeout: float) -> Iterator[dict[str,
             env=environment,
             start_new_session=True,  # so that all of them can be ended together, and Ctrl-C reaches only us
         )
+        grace = 0.0
         try:
             yield _wait_ready(process, set(directories), complaints, timeout)
+            grace = _GRACE
         finally:
-            _end(process)
+            _end(process, grace)
 
 
 def _wait_ready(
@@ -210,14 +213,14 @@ def _wait_ready(
     return ready
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask by closing standard input; then end the session that was started for them, by its id."""
+def _end(process: "subprocess.Popen[bytes]", grace: float) -> None:
+    """Ask by closing standard input; after `grace` seconds end the session that they are, by its id."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:
-        process.wait(_GRACE)
+        process.wait(grace)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     finally:
         process.stdout.close()

@@ -37,7 +37,7 @@ def paired_interval(original: Sequence[float], merged: Sequence[float], higher_i
     before, after = np.asarray(original, dtype=np.float64), np.asarray(merged, dtype=np.float64)
     if before.shape != after.shape or before.size < 2 or not np.isfinite([before, after]).all():
         raise EvaluationError(
-            f"no interval of {before.size} and {after.size} answers: it takes two or more, equally many, finite",
+            f"no interval of {before.size} and {after.size} answers: it takes two or more, as many, finite",
             remedy="give the task more questions; look for weights that give NaN",
         )
     if np.isin(before, (0.0, 1.0)).all() and np.isin(after, (0.0, 1.0)).all():

@@ -102,7 +102,7 @@ class Store:
         """The digest of the tensor that a recipe (by its digest) gave, if that tensor is still here."""
         try:
             digest = str(json.loads(self._recipe(recipe).read_bytes())["tensor"])
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError):
             return None
         return digest if any((self.root / digest).glob(f"[!.]*{_SUFFIX}")) else None
 
@@ -120,7 +120,7 @@ class Store:
     def _intact(path: Path, digest: str, name: str) -> bool:
         try:
             entries = map_file(path)
-        except (FileNotFoundError, FormatError):
+        except (OSError, FormatError):
             return False
         if list(entries) != [name]:
             return False

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import pdist
 
 Array = npt.NDArray[np.float64]
 
@@ -77,7 +78,7 @@ def _clusters(values: Array, models: Sequence[str], rows: Sequence[int]) -> list
     chosen = values[list(rows)]
     normed = (chosen - chosen.mean(axis=0)) / (chosen.std(axis=0) + 1e-12)
     k = max(1, round(len(rows) / len({models[i] for i in rows})))
-    labels = fcluster(linkage(normed, method="ward"), t=k, criterion="maxclust")
+    labels = fcluster(linkage(pdist(normed), method="ward"), t=k, criterion="maxclust")
     members: dict[int, list[int]] = defaultdict(list)
     for row, label in zip(rows, labels, strict=True):
         members[int(label)].append(row)

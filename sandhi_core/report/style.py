@@ -31,7 +31,7 @@ PALETTE: Mapping[str, tuple[str, str]] = {
 PAPER, INK, MUTED, LINE, EMPTY, BLUE, ORANGE, GREEN = (light for light, _ in PALETTE.values())
 ON_LIGHT, ON_DARK = "#111111", "#fefefe"  # text on coloured cells: the same in both themes
 
-WIDTH = 5.4  # inches: at 9 points readable on a phone, and two beside each other on a desk
+WIDTH = 4.8  # inches: at 9 points readable on a phone, and two beside each other on a desk
 PNG_DPI = 160
 
 _RC = {

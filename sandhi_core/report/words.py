@@ -10,7 +10,8 @@ def size(nbytes: int) -> str:
         if abs(value) < 1024 or unit == "TiB":
             break
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+    whole = unit == "B" or abs(value) >= 100
+    return f"{value:.0f} {unit}" if whole else f"{value:.2f} {unit}"
 
 
 def percent(part: float, whole: float) -> str:
@@ -24,7 +25,7 @@ def number(value: float) -> str:
 
 def signed(value: float) -> str:
     text = number(value)
-    return text if text.startswith("-") else f"+{text}"
+    return f"+{text}" if float(text) > 0 else text
 
 
 def brief(value: float) -> str:

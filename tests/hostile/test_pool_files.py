@@ -128,39 +128,31 @@ def test_any_bytes_are_a_pool_or_an_error(data: bytes) -> None:
     load(data)
 
 
+WORDS = [
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    "-",
+    "&a",
+    "*a",
+    "!!",
+    "!!int",
+    "|",
+    ">",
+    "'",
+    '"',
+    "?",
+    "#",
+    "null",
+    "-.inf",
+    "7",
+    "---",
+    "\\u",
+]
 SNIPPETS = st.sampled_from(
-    [
-        "{",
-        "}",
-        "[",
-        "]",
-        ":",
-        ": ",
-        "- ",
-        "\n",
-        "&a ",
-        "*a",
-        "!!",
-        "!!int ",
-        "|",
-        ">",
-        "'",
-        '"',
-        "?",
-        "#",
-        "<<: *a",
-        "%YAML 1.1\n",
-        "---\n",
-        "\t",
-        "\\u",
-        "\x00",
-        "\x85",
-        "\u2028",
-        "search: {tolerance: ",
-        "null",
-        "-.inf",
-        "7",
-    ]
+    [*WORDS, ": ", "- ", "\n", "\t", "\0", "\x85", "\u2028", "%YAML 1.1\n", "<<: *a", "search: {tolerance: "]
 ) | st.text(max_size=4)
 
 

@@ -1,0 +1,141 @@
+"""A Hugging Face checkpoint directory as lazy tensor views over memory-mapped safetensors files."""
+
+import hashlib
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+
+from sandhi_core.errors import CheckpointError, Problem
+from sandhi_core.pool import ModelEntry
+from sandhi_core.safetensors_file import tensor_over
+from sandhi_core.survey import survey
+from sandhi_core.survey_files import FileIdentity, HeaderEntry, Survey
+
+__all__ = ["Checkpoint", "HeaderEntry", "refuse", "resolve", "tensor_digest"]
+
+
+def tensor_digest(dtype: str, shape: Sequence[int], raw: bytes | bytearray | memoryview) -> str:
+    """sha256, hex, over dtype (safetensors' spelling), shape and bytes: `BF16:128,64`, a newline, the data in
+    row-major order (docs/format.md, "Digest")."""
+    digest = hashlib.sha256(digest_prefix(dtype, shape))
+    digest.update(raw)
+    return digest.hexdigest()
+
+
+def digest_prefix(dtype: str, shape: Sequence[int]) -> bytes:
+    """What a tensor's digest covers before its bytes."""
+    return f"{dtype}:{','.join(map(str, shape))}\n".encode()
+
+
+def resolve(entry: ModelEntry) -> Path:
+    """The directory of a model: a local one, or a hub id's snapshot in the local cache (never the network).
+
+    Raises CheckpointError where the cache has no such snapshot.
+    """
+    if Path(entry.path).is_absolute():
+        return Path(entry.path)
+    try:
+        return Path(snapshot_download(entry.path, revision=entry.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        at = f" at revision {entry.revision}" if entry.revision else ""
+        download = f"hf download {entry.path}" + (f" --revision {entry.revision}" if entry.revision else "")
+        raise CheckpointError(
+            f"{entry.path}{at} is not in the local hub cache, and models are never fetched while building",
+            model=entry.name,
+            remedy=f"run `{download}` first, or give a directory as path",
+            code="hub-not-cached",
+        ) from None
+
+
+def refuse(problem: Problem) -> CheckpointError:
+    """A problem as the exception to raise."""
+    return CheckpointError(
+        problem.message,
+        remedy=problem.remedy,
+        model=problem.model,
+        file=problem.file,
+        tensor=problem.tensor,
+        code=problem.code,
+    )
+
+
+class Checkpoint:
+    """An opened checkpoint. Tensors are views of read-only mappings, made when first asked for: a stray write
+    into one is a segmentation fault, and a view keeps its mapping alive."""
+
+    def __init__(self, found: Survey) -> None:
+        self.directory = found.directory
+        self.model = found.model
+        self.config: dict[str, Any] = found.config
+        self.headers: dict[str, HeaderEntry] = found.headers
+        self.weights: dict[str, FileIdentity] = found.weights
+        self._beside = found.beside
+        self._index = found.index
+        self._views: dict[str, memoryview] = {}
+
+    @classmethod
+    def open(cls, directory: Path, model: str) -> "Checkpoint":
+        """Read configuration and headers, and hold them against each other (see survey).
+
+        Raises CheckpointError for the first problem.
+        """
+        found = survey(directory, model)
+        if found.problems:
+            raise refuse(found.problems[0])
+        return cls(found)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(self.headers)
+
+    def header(self, name: str) -> HeaderEntry:
+        return self.headers[name]
+
+    def raw(self, name: str) -> memoryview:
+        """A tensor's bytes, row-major, read-only.
+
+        Raises CheckpointError where its file changed since `open`.
+        """
+        entry = self.headers[name]
+        return self._view(entry.file)[entry.start : entry.start + entry.nbytes]
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor over the mapping, without a copy. Raises as `raw` does."""
+        entry = self.headers[name]
+        return tensor_over(entry.dtype, entry.shape, self.raw(name))
+
+    def beside(self) -> tuple[str, ...]:
+        """Every file that holds no weights and does not index them, relative to the directory, sorted."""
+        return self._beside
+
+    def identity(self) -> list[list[Any]]:
+        """[relative name, size, mtime_ns] of every file of the model, sorted: cheap, and different whenever
+        one was written."""
+        names = sorted([*self.weights, *self._beside, *([self._index] if self._index else [])])
+        status = [(name, (self.directory / name).stat()) for name in names]
+        return [[name, s.st_size, s.st_mtime_ns] for name, s in status]
+
+    def require_unchanged(self, file: str, status: os.stat_result | None = None) -> None:
+        """Raise CheckpointError where a weight file is no longer the one whose header was read."""
+        if FileIdentity.of(status or (self.directory / file).stat()) != self.weights[file]:
+            raise CheckpointError(
+                "changed while it was in use",
+                model=self.model,
+                file=file,
+                remedy="let whatever writes it finish, then run again",
+                code="file-changed",
+            )
+
+    def _view(self, file: str) -> memoryview:
+        if file not in self._views:
+            with (self.directory / file).open("rb") as f:
+                self.require_unchanged(file, os.fstat(f.fileno()))
+                self._views[file] = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+        return self._views[file]

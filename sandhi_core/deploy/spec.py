@@ -1,0 +1,192 @@
+"""The deployment specification: what to start, what was proved of it, and how much memory that leaves.
+
+Only bytes that were scored and proved are described. What cannot be known before a server runs is marked as
+an estimate, with what it rests on.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from sandhi_core.deploy import vllm
+from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, memory_of
+from sandhi_core.errors import ProofError
+from sandhi_core.files import write_atomic
+from sandhi_core.pool import Pool
+from sandhi_core.records import (
+    ExportedModel,
+    Fingerprint,
+    HoldoutScore,
+    HoldoutTask,
+    Manifest,
+    OperatingPoints,
+    Part,
+    Record,
+    SharingProof,
+)
+
+DEPLOYMENT = "deployment.json"
+
+
+class Claims(Part):
+    """Bytes, as the proof has them; never one for another."""
+
+    checkpoint_bytes: int
+    duplicates: int
+    claimed: int
+    verified_disk: int
+    verified_memory: int
+    measured_with: str  # whose processes were measured
+
+
+class Server(Part):
+    """One model and the command that serves it."""
+
+    model: str
+    directory: str  # relative to the export
+    weights: str  # the name under which the holdout scored exactly these weights
+    original: str  # digest of the fingerprint of the checkpoint it was made from
+    steps: int  # how far along its trajectory
+    tasks: dict[str, HoldoutTask]
+    port: int
+    dtype: str
+    scored_dtype: str  # as the pool file asks
+    max_model_len: int | None  # tokens
+    command: tuple[str, ...]
+    shell: str  # the same, quoted for a shell
+    memory: ModelMemory
+    notes: tuple[str, ...]
+
+
+class DeploymentSpec(Record):
+    """Everything a pool is served from. `servers` is in starting order."""
+
+    schema_version: Literal[1] = 1
+    pool: str
+    point: str
+    engine: Literal["vllm"]
+    export: str  # absolute
+    manifest: str
+    proof: str
+    claims: Claims
+    memory: PoolMemory
+    servers: tuple[Server, ...]
+    notes: tuple[str, ...]
+
+
+def deployment_spec(
+    pool: Pool,
+    manifest: Manifest,
+    export_root: Path,
+    configs: Mapping[str, Mapping[str, Any]],
+    proof: SharingProof,
+    holdouts: Mapping[str, HoldoutScore],
+    points: OperatingPoints,
+    fingerprints: Mapping[str, Fingerprint],
+) -> DeploymentSpec:
+    """Describe how to serve an export; mappings are by model name, `configs` holds each one's config.json.
+
+    Raises ProofError unless the proof passed for this very manifest and the holdout scored these very
+    weights, and for a dtype that the engine lacks; CheckpointError where a configuration does not give the
+    cache's size.
+    """
+    _refuse_unproved(manifest, proof, holdouts)
+    export_root = export_root.absolute()
+    dtypes = {name: fingerprints[name].dtype for name in manifest.models}
+    served = {name: vllm.served_dtype(name, dtype) for name, dtype in dtypes.items()}
+    memory, models = memory_of(pool.deploy.device_bytes, manifest, configs, dtypes)
+    # The largest starts while most of the device is free.
+    order = sorted(models, key=lambda name: (-models[name].weights_bytes, name))
+    servers = []
+    for place, name in enumerate(order):
+        directory = export_root / manifest.models[name].directory
+        launch = vllm.launch(name, directory, place, served[name], configs[name], memory, models[name])
+        original = fingerprints[name].digest
+        scored = pool.evaluation.dtype
+        servers.append(
+            _server(name, manifest.models[name], holdouts[name], original, scored, launch, models[name])
+        )
+    return DeploymentSpec(
+        pool=pool.name,
+        point=points.deployed.name,
+        engine=pool.deploy.engine,
+        export=str(export_root),
+        manifest=manifest.digest,
+        proof=proof.digest,
+        claims=_claims(proof),
+        memory=memory,
+        servers=tuple(servers),
+        notes=vllm.pool_notes(memory),
+    )
+
+
+def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[str, HoldoutScore]) -> None:
+    if not proof.passed:
+        raise ProofError(
+            f"the sharing proof of pool {proof.pool} did not pass: {'; '.join(proof.problems)}",
+            remedy="resolve what the proof lists and build again",
+        )
+    if proof.manifest != manifest.digest:
+        raise ProofError(
+            f"the proof is of another export (manifest {proof.manifest}, not {manifest.digest})",
+            remedy="materialise sharing_proof again",
+        )
+    for name, model in manifest.models.items():
+        if model.weights != holdouts[name].weights:
+            raise ProofError(
+                f"the export holds {model.weights}, the holdout scored {holdouts[name].weights}",
+                model=name,
+                remedy="materialise merged_weights and sharing_proof again",
+            )
+
+
+def _server(
+    name: str,
+    model: ExportedModel,
+    holdout: HoldoutScore,
+    original: str,
+    scored_dtype: str,
+    launch: vllm.Launch,
+    memory: ModelMemory,
+) -> Server:
+    notes = launch.notes
+    if scored_dtype != launch.dtype:
+        how = "float32 on a CPU, the weights' own dtype elsewhere" if scored_dtype == "auto" else scored_dtype
+        notes += (f"scored in {how}; served in {launch.dtype}, answers near a tie can differ by rounding",)
+    return Server(
+        model=name,
+        directory=model.directory,
+        weights=model.weights,
+        original=original,
+        steps=holdout.steps,
+        tasks=holdout.tasks,
+        port=launch.port,
+        dtype=launch.dtype,
+        scored_dtype=scored_dtype,
+        max_model_len=launch.max_model_len,
+        command=launch.command,
+        shell=shlex.join(launch.command),
+        memory=memory,
+        notes=notes,
+    )
+
+
+def _claims(proof: SharingProof) -> Claims:
+    return Claims(
+        checkpoint_bytes=proof.checkpoint_bytes,
+        duplicates=proof.duplicates,
+        claimed=proof.claimed,
+        verified_disk=proof.verified_disk,
+        verified_memory=proof.verified_memory,
+        measured_with=proof.memory.engine,
+    )
+
+
+def write_deployment(export_root: Path, spec: DeploymentSpec) -> Path:
+    """Write the specification beside the export's manifest, laid out for people; returns its path."""
+    path = export_root / DEPLOYMENT
+    text = json.dumps(spec.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
+    write_atomic(path, text.encode() + b"\n", mode=0o444)
+    return path

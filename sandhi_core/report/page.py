@@ -1,0 +1,194 @@
+"""The rows of a report's tables and its first sentences: records turned into words, before any markup."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from sandhi_core.records import HoldoutTask, OperatingPoint, Trajectory
+from sandhi_core.report.data import ReportData, SlotState
+from sandhi_core.report.words import NOT_MEASURED, count, number, percent, signed, size, yes
+
+Tone = Literal["good", "bad", "open", "plain"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    tone: Tone = "plain"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of each row the first cell is its header."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure of the summary, with what it is and what it means."""
+
+    title: str
+    value: str
+    detail: str
+    tone: Tone
+
+
+def _row(*cells: str | Cell) -> tuple[Cell, ...]:
+    return tuple(c if isinstance(c, Cell) else Cell(c) for c in cells)
+
+
+def summary(data: ReportData) -> tuple[Tile, ...]:
+    """What was saved and at what quality, each only as far as it has been measured."""
+    return _bytes_tile(data), _memory_tile(data), _quality_tile(data), _certified_tile(data), _proof_tile(data)
+
+
+def _bytes_tile(data: ReportData) -> Tile:
+    proof, points = data.proof, data.points
+    if proof is not None:
+        text = f"{size(proof.verified_disk)} of {size(proof.checkpoint_bytes)}, verified on disk"
+        return Tile("Saved", percent(proof.verified_disk, proof.checkpoint_bytes), text, "good" if proof.passed else "bad")
+    if points is not None:
+        saved = points.deployed.savings
+        text = f"{size(saved.net)} of {size(saved.checkpoint_bytes)}, claimed and not verified"
+        return Tile("Saved", percent(saved.net, saved.checkpoint_bytes), text, "open")
+    return Tile("Saved", NOT_MEASURED, "operating points have not been made", "open")
+
+
+def _memory_tile(data: ReportData) -> Tile:
+    if data.proof is None:
+        return Tile("In memory", NOT_MEASURED, "no processes have been compared", "open")
+    saved = data.proof.verified_memory
+    before = sum(p.pss + p.unmapped for p in data.proof.memory.originals)
+    text = f"{size(saved)} of {size(before)}, measured in {data.proof.memory.engine} processes"
+    return Tile("In memory", percent(saved, before), text, "good" if data.proof.passed else "bad")
+
+
+def _quality_tile(data: ReportData) -> Tile:
+    total = len(data.pool.models)
+    held = sum(all(t.within_budget for t in h.tasks.values()) for h in data.holdouts.values())
+    detail = "models within budget on questions never used before"
+    if not data.complete:
+        detail = f"{detail}; {count(total - len(data.holdouts), 'model')} not measured"
+        return Tile("Quality", f"{held} of {total}", detail, "open" if held == len(data.holdouts) else "bad")
+    return Tile("Quality", f"{held} of {total}", detail, "good" if held == total else "bad")
+
+
+def _certified_tile(data: ReportData) -> Tile:
+    total = len(data.pool.models)
+    held = sum(all(t.certified for t in h.tasks.values()) for h in data.holdouts.values())
+    return Tile("Certified", f"{held} of {total}", "models whose budget holds at 95 % confidence", "plain")
+
+
+def _proof_tile(data: ReportData) -> Tile:
+    proof = data.proof
+    if proof is None:
+        return Tile("Proof", NOT_MEASURED, "nothing may be deployed yet", "open")
+    asked = sum(proof.questions_checked.values())
+    equal = sum(proof.questions_equal.values())
+    text = f"{count(proof.tensors_checked, 'tensor')} re-read; {equal} of {asked} answers equal what was scored"
+    return Tile("Proof", "passed" if proof.passed else "failed", text, "good" if proof.passed else "bad")
+
+
+def models_table(data: ReportData) -> Table:
+    """A row a model and task: the original against what is deployed, on the holdout."""
+    columns = ("model", "task", "metric", "original", "merged", "change", "95 % interval", "budget", "within budget",
+               "certified")  # fmt: skip
+    rows = []
+    for model in data.pool.models:
+        holdout = data.holdouts.get(model.name)
+        for entry in model.tasks:
+            if holdout is None:
+                gaps = [Cell(NOT_MEASURED, "open"), *(Cell("–") for _ in range(3))]
+                rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "–", "–"))
+                continue
+            rows.append(_row(model.name, entry.task, entry.metric, *_measured(holdout.tasks[entry.task])))
+    return Table("Every model on questions never used before (holdout)", columns, tuple(rows))
+
+
+def _measured(task: HoldoutTask) -> tuple[Cell, ...]:
+    within = Cell(yes(task.within_budget), "good" if task.within_budget else "bad")
+    interval = f"{signed(task.low)} to {signed(task.high)}"
+    return _row(number(task.original), number(task.merged), signed(task.difference), interval, f"{task.budget:g}",
+                within, Cell(yes(task.certified), "good" if task.certified else "plain"))  # fmt: skip
+
+
+def bytes_table(data: ReportData) -> Table:
+    """Claimed, verified on disk, verified in memory: never one for another."""
+    saved = None if data.points is None else data.points.deployed.savings
+    proof = data.proof
+    whole = saved.checkpoint_bytes if saved else sum(f.nbytes for f in data.fingerprints.values())
+    found = [
+        ("all checkpoints", whole if saved or data.fingerprints else None),
+        ("exact duplicates", saved.duplicates if saved else None),
+        ("claimed", saved.net if saved else None),
+        ("verified on disk", proof.verified_disk if proof else None),
+        ("verified in memory", proof.verified_memory if proof else None),
+    ]
+    rows = [
+        _row(name, Cell(NOT_MEASURED, "open"), "–", "–") if n is None else _row(name, size(n), f"{n:,}", percent(n, whole))
+        for name, n in found
+    ]
+    return Table("The pool's bytes", ("bytes", "size", "exactly", "of all checkpoints"), tuple(rows))
+
+
+def points_rows(data: ReportData) -> Table:
+    columns = ("point", "criterion", "saved", "of checkpoints", "worst drop", "frontier")
+    rows = []
+    if data.points is not None:
+        rows = [_point(p, yes(p.name in data.points.frontier)) for p in data.points.points]
+        rows.append(_point(data.points.deployed, "–"))
+    return Table("Operating points; drops on the search split", columns, tuple(rows))
+
+
+def _point(p: OperatingPoint, frontier: str) -> tuple[Cell, ...]:
+    saved = p.savings
+    share = percent(saved.net, saved.checkpoint_bytes)
+    return _row(p.name, p.criterion, size(saved.net), share, number(max(p.drops.values())), frontier)
+
+
+def walks_table(data: ReportData) -> Table:
+    """How each model got where it is."""
+    columns = ("model", "layers", "size", "steps", "accepted", "rejected", "evaluations", "deepest in budget", "knee",
+               "deployed", "holdout looks")  # fmt: skip
+    rows = []
+    for model in [m.name for m in data.pool.models]:
+        print_, walk = data.fingerprints.get(model), data.trajectories.get(model)
+        cut, holdout = data.cutoffs.get(model), data.holdouts.get(model)
+        rows.append(_row(
+            model,
+            str(print_.layers) if print_ else "–",
+            size(print_.nbytes) if print_ else "–",
+            *(_walked(walk) if walk else ("–", "–", "–", "–")),
+            *((str(cut.deepest), str(cut.knee)) if cut else ("–", "–")),
+            *((str(holdout.steps), str(len(holdout.walked))) if holdout else ("–", "–")),
+        ))  # fmt: skip
+    return Table("Every model's walk; depths in steps", columns, tuple(rows))
+
+
+def _walked(walk: Trajectory) -> tuple[str, str, str, str]:
+    accepted = sum(s.decision == "accepted" for s in walk.steps)
+    return str(len(walk.steps)), str(accepted), str(len(walk.steps) - accepted), str(walk.evaluations)
+
+
+def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
+    """Who holds the same tensors: layer and component by set of models."""
+    every = {(s.slot.tensor, s.digest): s for slots in states.values() for s in slots if s.state in ("shared", "duplicate")}
+    found: dict[tuple[int, str, tuple[str, ...], str], list[SlotState]] = {}
+    for state in every.values():
+        found.setdefault((state.slot.layer, state.slot.component, state.holders, state.state), []).append(state)
+    rows = [
+        _row(f"{layer} {component}", ", ".join(s.slot.projection for s in slots), ", ".join(holders),
+             "merged" if kind == "shared" else "identical", size(sum(s.slot.nbytes for s in slots) * (len(holders) - 1)))
+        for (layer, component, holders, kind), slots in sorted(found.items(), key=lambda item: item[0])
+    ]  # fmt: skip
+    return Table("Tensors that several models hold", ("layer", "projections", "models", "how", "frees"), tuple(rows))
+
+
+def excluded_table(data: ReportData) -> Table:
+    """Slots that were never proposed, counted by reason."""
+    counts = Counter((e.model, e.reason) for g in data.groups.values() for e in g.excluded)
+    rows = [_row(model, reason, str(n)) for (model, reason), n in sorted(counts.items())]
+    return Table("Slots in no group", ("model", "reason", "slots"), tuple(rows))

@@ -1,0 +1,133 @@
+"""The files of a checkpoint directory: which there are, which can be read, and what is wrong with them."""
+
+import fnmatch
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sandhi_core.errors import Problem
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+UNREAD = (*PICKLES, "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
+"""Files that hold weights in formats that are not read here."""
+WEIGHTS = (*UNREAD, "*.safetensors", "*.index.json")
+"""Files that hold or index weights: never copied beside an export's own."""
+
+DOWNLOAD = "download it again: `hf download`, or `git lfs pull` in a clone"
+_LFS = b"version https://git-lfs"
+_LFS_BYTES = 1024  # pointers are shorter
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor as a header describes it; its bytes begin at `start` of `file` (a name in the directory)."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    start: int
+
+
+class FileIdentity(NamedTuple):
+    """Changes whenever a file is written or replaced."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FileIdentity":
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@dataclass
+class Survey:
+    """What was found. `problems` are errors; where there are none, the rest is complete."""
+
+    directory: Path
+    model: str
+    problems: list[Problem] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, HeaderEntry] = field(default_factory=dict)  # by name, sorted
+    weights: dict[str, FileIdentity] = field(default_factory=dict)  # the files that hold the tensors
+    index: str | None = None  # the file that lists them, if they are several
+    shard_of: dict[str, str] = field(default_factory=dict)  # what it says
+    beside: tuple[str, ...] = ()  # every file that holds no weights and does not index them
+    ignored: tuple[str, ...] = ()  # weights in formats that are not read
+
+    def report(
+        self, code: str, message: str, remedy: str, file: str | None = None, tensor: str | None = None
+    ) -> None:
+        self.problems.append(
+            Problem(
+                code=code,
+                severity="error",
+                model=self.model,
+                file=file,
+                tensor=tensor,
+                message=message,
+                remedy=remedy,
+            )
+        )
+
+
+def matches(file: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(Path(file).name.lower(), p) for p in patterns)
+
+
+def listing(found: Survey) -> list[str]:
+    """Every file below the directory, relative and sorted. Hidden directories (.git, .cache) are no part of
+    a model."""
+    files: list[str] = []
+
+    def unreadable(error: OSError) -> None:
+        message = f"cannot be listed: {error.strerror}"
+        found.report("file-unreadable", message, "give read permission", str(error.filename))
+
+    for folder, subfolders, names in os.walk(found.directory, onerror=unreadable):
+        subfolders[:] = [d for d in subfolders if not d.startswith(".") and d != "__pycache__"]
+        links = [d for d in subfolders if (Path(folder) / d).is_symlink()]  # not walked into
+        files += ((Path(folder) / n).relative_to(found.directory).as_posix() for n in [*names, *links])
+    return sorted(files)
+
+
+def readable_file(found: Survey, file: str) -> bool:
+    """Whether a file can be read and is there itself, not a stand-in for it; reports why not."""
+    path = found.directory / file
+    if not file.isprintable():  # no text, or text that would garble a terminal
+        found.report("file-name", "has a name that is not printable", "rename it", ascii(file))
+        return False
+    if path.is_symlink() and not path.exists():
+        found.report("link-dangling", "is a link to a file that is gone", DOWNLOAD, file)
+        return False
+    if not path.is_file():
+        message, remedy = "is neither a file nor a link to one", "move it out of the checkpoint directory"
+        found.report("file-irregular", message, remedy, file)
+        return False
+    try:
+        with path.open("rb") as f:
+            head = f.read(len(_LFS))
+            size = os.fstat(f.fileno()).st_size
+    except OSError as error:
+        found.report("file-unreadable", f"cannot be read: {error.strerror}", "give read permission", file)
+        return False
+    if head == _LFS and size < _LFS_BYTES:
+        found.report("lfs-pointer", "is a Git LFS pointer, not the file it stands for", DOWNLOAD, file)
+        return False
+    return True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ValueError with a reason where it is none, OSError if unreadable."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("is no JSON that anyone wrote: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("is no JSON object")
+    return value

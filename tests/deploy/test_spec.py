@@ -1,0 +1,123 @@
+"""The specification: refused without proof, the same bytes twice, and commands that a shell can run."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandhi_core.deploy.spec import DeploymentSpec, deployment_spec, write_deployment
+from sandhi_core.errors import ProofError
+from tests.deploy import pools
+
+
+def spec(**changes: Any) -> DeploymentSpec:
+    return deployment_spec(**pools.arguments(**changes))
+
+
+def test_the_largest_model_starts_first_and_the_command_is_complete() -> None:
+    servers = spec().servers
+    assert [(server.model, server.port) for server in servers] == [("b", 8000), ("a", 8001), ("c", 8002)]
+    # 380 kB are free beside private copies, a third of them for b: more tokens than it was made for.
+    assert servers[0].command == (
+        "vllm",
+        "serve",
+        "/srv/exports/p q/b",
+        "--served-model-name",
+        "b",
+        "--port",
+        "8000",
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "1024",
+        "--kv-cache-memory-bytes",
+        "126666",
+        "--gpu-memory-utilization",
+        "0.3267",
+    )
+    for server in servers:
+        assert shlex.split(server.shell) == list(server.command)
+    shares = [float(server.command[-1]) for server in servers]
+    assert 0.9 <= sum(shares) <= 0.9 + 3e-4  # weights and caches together; the rest is reserved
+
+
+def test_what_was_proved_and_what_is_estimated_stay_apart() -> None:
+    found = spec()
+    assert found.schema_version == 1
+    assert (found.manifest, found.proof) == (pools.MANIFEST.digest, pools.proof().digest)
+    claims = found.claims
+    assert (claims.claimed, claims.verified_disk, claims.verified_memory) == (140_000, 139_000, 135_000)
+    assert claims.measured_with == "transformers"
+    document = json.loads(found.canonical())
+    for part in (document["memory"], *(server["memory"] for server in document["servers"])):
+        assert part["estimated"] is True
+        assert "which stock vLLM does not do" in part["basis"]
+    assert any("not device memory" in note for note in found.notes)
+    server = found.servers[0]
+    assert (server.weights, server.steps, server.tasks["t"].merged) == ("w-b", 3, 0.89)
+    assert server.original == pools.fingerprint("b").digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"proof": pools.proof(passed=False, problems=("model a: differs", "b: too"))},
+            "model a: differs; b: too",
+        ),
+        ({"proof": pools.proof(manifest="0" * 64)}, "the proof is of another export"),
+        (
+            {"holdouts": {n: pools.holdout(n).model_copy(update={"weights": "other"}) for n in "abc"}},
+            "the export holds w-a, the holdout scored other",
+        ),
+        (
+            {"fingerprints": {n: pools.fingerprint(n, "F64") for n in "abc"}},
+            "vLLM does not serve weights in F64",
+        ),
+    ],
+)
+def test_nothing_unproved_is_deployed(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProofError, match=message):
+        spec(**changes)
+
+
+def test_a_pool_that_only_fits_when_shared_is_not_promised_to_stock_vllm() -> None:
+    found = spec(pool=pools.pool("0.5MB"))
+    assert (found.memory.fits_before, found.memory.fits_after) == (False, True)
+    assert any("70000 bytes missing" in note for note in found.notes)  # 520 + 50 reserved - 500
+    for server in found.servers:
+        assert server.command[-2:] == ("--max-model-len", "1024")
+
+
+def test_a_cache_smaller_than_the_context_shortens_it() -> None:
+    config = pools.CONFIG | {"max_position_embeddings": 131_072}
+    server = spec(configs=dict.fromkeys("abc", config)).servers[0]
+    assert server.max_model_len == 3952  # 126666 // 32 tokens in whole blocks of 16
+    assert any("limited to 3952 of 131072" in note for note in server.notes)
+
+
+def test_windows_and_rounding_are_said() -> None:
+    config = pools.CONFIG | {
+        "model_type": "qwen3",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention"] * 2,
+    }
+    notes = "\n".join(spec(configs=dict.fromkeys("abc", config)).servers[0].notes)
+    assert "2 of 2 layers look back 64 tokens only" in notes
+    assert "vllm#39514" in notes
+    assert "scored in float32 on a CPU" in notes
+    evaluation = pools.pool().evaluation.model_copy(update={"dtype": "bfloat16"})
+    assert spec(pool=pools.pool().model_copy(update={"evaluation": evaluation})).servers[0].notes == ()
+
+
+def test_the_file_reads_back_and_is_the_same_twice(tmp_path: Path) -> None:
+    found = spec()
+    path = write_deployment(tmp_path, found)
+    first = path.read_bytes()
+    assert path == tmp_path / "deployment.json"
+    assert DeploymentSpec.parse(first) == found
+    assert path.stat().st_mode & 0o777 == 0o444
+    assert write_deployment(tmp_path, spec()).read_bytes() == first
+    assert [p.name for p in tmp_path.iterdir()] == ["deployment.json"]

@@ -1,0 +1,212 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandhi_core.cutoffs import (
+    EPSILON,
+    at_most,
+    cutoff_set,
+    deepest_within,
+    knee,
+    operating_points,
+    tensors_at,
+)
+from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.records import (
+    Component,
+    CutoffSet,
+    Fingerprint,
+    HoldoutScore,
+    OperatingPoints,
+    Plan,
+    PlannedMerge,
+    PlannedStep,
+    Recipe,
+    Step,
+    Trajectory,
+)
+from tests.synthetic import fingerprint
+
+MLP: Component = "mlp"
+
+
+def trajectory(model: str, scores: list[float | None], rejected: frozenset[int] = frozenset()) -> Trajectory:
+    """A walk from 0.9 whose step i writes the layer's up matrix; None: accepted without a score of its
+    own."""
+    return Trajectory(
+        pool="pool",
+        model=model,
+        plan="",
+        baseline={"task": 0.9},
+        higher_is_better={"task": True},
+        tolerance={"task": 1.0},
+        questions={"task": 100},
+        evaluations=len(scores),
+        steps=tuple(
+            Step(
+                index=i,
+                component=MLP,
+                layer=i,
+                decision="rejected" if i in rejected else "accepted",
+                scores=None if score is None else {"task": score},
+                tensors={name(i): f"shared-{i}"},
+            )
+            for i, score in enumerate(scores)
+        ),
+    )
+
+
+def name(layer: int) -> str:
+    return f"model.layers.{layer}.up_proj.weight"
+
+
+def plan(model: str, steps: int) -> Plan:
+    recipe = Recipe(
+        projection="up", shape=(96, 64), dtype="BF16", method="mean", rescale="none", contributors=()
+    )
+    merges = (PlannedMerge(tensor=name(i), projection="up", nbytes=12288, recipe=recipe) for i in range(steps))
+    return Plan(
+        pool="pool",
+        model=model,
+        fingerprint="",
+        steps=tuple(PlannedStep(component=MLP, layer=i, merges=(m,)) for i, m in enumerate(merges)),
+    )
+
+
+def cutoffs(walk: Trajectory, budget: float = 0.02) -> CutoffSet:
+    return cutoff_set(walk, plan(walk.model, len(walk.steps)), {"task": budget})
+
+
+def test_a_cutoff_ends_where_weights_were_scored() -> None:
+    found = cutoffs(trajectory("a", [0.9, None, 0.89, 0.5, 0.86], frozenset({3})))
+    assert [(c.steps, c.accepted, c.freed // 12288) for c in found.cutoffs] == [
+        (0, 0, 0),
+        (1, 1, 1),
+        (3, 3, 3),
+        (5, 4, 4),
+    ]
+    assert [c.drops["task"] for c in found.cutoffs] == pytest.approx([0.0, 0.0, 0.01, 0.04])
+    assert [c.within_budget for c in found.cutoffs] == [True, True, True, False]
+    assert found.deepest == 3
+
+
+def test_deepest_may_lie_beyond_a_cutoff_that_is_out_of_budget() -> None:
+    found = cutoffs(trajectory("a", [0.87, 0.88, 0.85]))
+    assert [c.within_budget for c in found.cutoffs] == [True, False, True, False]
+    assert found.deepest == 2
+
+
+def test_a_drop_of_exactly_the_budget_is_within_it() -> None:
+    # 0.98 - 0.96 is 0.020000000000000018
+    walk = trajectory("a", [0.96]).model_copy(update={"baseline": {"task": 0.98}})
+    assert cutoffs(walk).deepest == 1
+    assert 0.98 - 0.96 > 0.02
+
+
+def test_less_is_better_where_the_metric_says_so() -> None:
+    walk = trajectory("a", [0.91, 0.93]).model_copy(update={"higher_is_better": {"task": False}})
+    found = cutoffs(walk)
+    assert [c.drops["task"] for c in found.cutoffs] == pytest.approx([0.0, 0.01, 0.03])
+    assert found.deepest == 1
+
+
+def test_tensors_at_leaves_rejected_steps_out_and_lets_the_last_write_win() -> None:
+    walk = trajectory("a", [0.9, 0.1, 0.9], frozenset({1}))
+    again = walk.steps[2].model_copy(update={"tensors": {name(0): "later"}})
+    walk = walk.model_copy(update={"steps": (*walk.steps[:2], again)})
+    assert tensors_at(walk, 0) == {}
+    assert tensors_at(walk, 2) == {name(0): "shared-0"}
+    assert tensors_at(walk, 3) == {name(0): "later"}
+
+
+def test_knee_is_the_first_point_furthest_above_the_chord() -> None:
+    assert knee([0.0, 8.0, 9.0, 9.5, 10.0]) == 1
+    assert knee([0.0, 1.0, 2.0, 3.0]) == 0  # a straight line has no elbow: nothing is gained by paying
+    assert knee([5.0, 5.0, 5.0]) == 2
+
+
+def test_own_knee_stops_where_the_budget_buys_little() -> None:
+    found = cutoffs(trajectory("a", [0.899, 0.899, 0.899, 0.899, 0.885]))
+    assert (found.deepest, found.knee) == (5, 4)
+
+
+walks = st.lists(st.one_of(st.none(), st.floats(0.0, 1.0)), max_size=12)
+
+
+@given(walks, st.sets(st.integers(0, 11)), st.floats(0.0001, 0.5))
+def test_cutoffs_are_the_scored_prefixes(
+    scores: list[float | None], rejected: set[int], budget: float
+) -> None:
+    scored = {i for i, score in enumerate(scores) if score is not None}
+    walk = trajectory("a", scores, frozenset(rejected & scored))
+    found = cutoffs(walk, budget)
+    for cutoff in found.cutoffs:
+        assert cutoff.within_budget == (0.9 - cutoff.scores["task"] <= budget + EPSILON)
+        assert cutoff.freed == 12288 * len(tensors_at(walk, cutoff.steps)) == 12288 * cutoff.accepted
+    steps = [c.steps for c in found.cutoffs]
+    assert steps == sorted(set(steps)) and steps[0] == 0
+    assert found.deepest == max(c.steps for c in found.cutoffs if c.within_budget)
+    assert at_most(found.cutoffs, found.deepest).within_budget
+    assert next(c for c in found.cutoffs if c.steps == found.knee).within_budget
+    assert deepest_within(found.cutoffs, {"task": budget / 2}) <= found.deepest
+
+
+def points(
+    walks: dict[str, Trajectory], budgets: dict[str, float], held: dict[str, int]
+) -> OperatingPoints:
+    tasks = {m: (TaskBudget(task="task", metric="acc", budget=budget),) for m, budget in budgets.items()}
+    entries = tuple(ModelEntry(name=m, path=f"/models/{m}", tasks=tasks[m]) for m in walks)
+    holdouts = {
+        m: HoldoutScore(pool="pool", model=m, steps=n, weights="", tasks={}, walked=()) for m, n in held.items()
+    }
+    fingerprints: dict[str, Fingerprint] = {m: fingerprint(m) for m in walks}
+    return operating_points(
+        Pool(name="pool", models=entries),
+        {m: cutoffs(w, budgets[m]) for m, w in walks.items()},
+        walks,
+        {m: plan(m, len(w.steps)) for m, w in walks.items()},
+        fingerprints,
+        holdouts,
+    )
+
+
+def test_operating_points() -> None:
+    walks = {
+        "a": trajectory("a", [0.9, 0.895, 0.885, 0.885]),
+        "b": trajectory("b", [0.9, 0.889]),
+        "c": trajectory("c", [0.88, None, 0.895, 0.86]),
+    }
+    found = points(walks, {"a": 0.02, "b": 0.005, "c": 0.05}, {"a": 2, "b": 1, "c": 3})
+    named = {p.name: p for p in found.points}
+    assert list(named) == ["A", "B", "Bpm", "C", "Cpm", "Kpm", "pool"]
+    assert named["A"].cutoffs == {"a": 0, "b": 0, "c": 0} and named["A"].savings.net == 0
+    # b is over one point at its second step and c at its first, so no common cutoff but none.
+    assert named["B"].cutoffs == {"a": 0, "b": 0, "c": 0}
+    assert named["Bpm"].cutoffs == {"a": 2, "b": 1, "c": 3}
+    # At 4 the third model has lost four points; at 3 the second one's walk is over.
+    assert named["C"].cutoffs == {"a": 3, "b": 2, "c": 3}
+    assert named["Cpm"].cutoffs == {"a": 4, "b": 2, "c": 3}
+    assert named["pool"].cutoffs == {"a": 4, "b": 1, "c": 4}
+    # All hold shared-0, two hold shared-1, and so on: bytes of one up matrix each.
+    saved = {n: p.savings.net // 12288 for n, p in named.items()}
+    assert saved["Bpm"] == 2 + 1 and saved["C"] == 2 + 2 + 1 and saved["Cpm"] == 2 + 2 + 1
+    assert saved["pool"] == 2 + 1 + 1 + 1
+    assert named["Kpm"].savings.net <= named["Cpm"].savings.net
+    assert named["C"].drops == pytest.approx({"a": 0.015, "b": 0.011, "c": 0.005})
+    assert found.deployed.cutoffs == {"a": 2, "b": 1, "c": 3}
+    assert found.deployed.savings == named["Bpm"].savings
+    assert named["Kpm"].cutoffs == named["Bpm"].cutoffs  # another point buys a third less than the first one did
+    assert found.frontier == ("A", "B", "Bpm", "C", "Cpm", "Kpm")
+
+
+@settings(max_examples=25)
+@given(st.dictionaries(st.sampled_from("abc"), walks, min_size=1))
+def test_points_keep_every_model_within_their_budget(scores: dict[str, list[float | None]]) -> None:
+    walks = {m: trajectory(m, s) for m, s in scores.items()}
+    found = points(walks, dict.fromkeys(walks, 0.03), dict.fromkeys(walks, 0))
+    named = {p.name: p for p in found.points}
+    limits = {"A": 0.0, "B": 0.01, "Bpm": 0.01, "C": 0.02, "Cpm": 0.02, "Kpm": 0.02, "pool": 0.03}
+    for point, limit in limits.items():
+        assert max(named[point].drops.values()) <= limit + EPSILON
+        assert all(named[point].cutoffs[m] <= named["pool"].cutoffs[m] for m in walks)
+    assert "A" in found.frontier or any(max(p.drops.values()) < 0 or p.savings.net > 0 for p in found.points)

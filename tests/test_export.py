@@ -1,0 +1,272 @@
+import errno
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from sandhi_core.disk import verify_disk
+from sandhi_core.errors import CheckpointError, StoreError
+from sandhi_core.records import Manifest
+from sandhi_core.savings import savings
+from tests.exported import DOWN, EMBED, GATE, MODELS, NORM, UP, Case, copy_case, make_case, make_models, stock
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def case(directories: dict[str, Path], tmp_path: Path) -> Case:
+    return make_case(tmp_path, directories)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def shard(root: Path, manifest: Manifest, model: str, tensor: str) -> Path:
+    return root / model / manifest.models[model].tensors[tensor].file
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stock_transformers_gives_the_swapped_models_logits(case: Case, name: str) -> None:
+    root, _ = case.exported()
+    tokens = torch.arange(40)[None] % 64
+    with torch.no_grad():
+        exported = stock(root / name)(tokens).logits
+        assert torch.equal(exported, case.swapped(name)(tokens).logits)
+        assert not torch.equal(exported, stock(case.checkpoints[name].directory)(tokens).logits)
+
+
+def test_what_is_shared_is_one_file(case: Case) -> None:
+    root, manifest = case.exported()
+
+    def inodes(tensor: str, *models: str) -> int:
+        return len({shard(root, manifest, m, tensor).stat().st_ino for m in models})
+
+    assert inodes(GATE, "sharded", "single") == 1
+    assert inodes(UP, *MODELS) == 1
+    assert inodes(EMBED, "sharded", "single") == 1
+    assert inodes(EMBED, *MODELS) == 2
+    entry = case.store.path(case.tensors["tied"][UP], UP)
+    assert entry.stat().st_ino == shard(root, manifest, "tied", UP).stat().st_ino
+    assert {m.linked for m in manifest.models.values()} == {"hardlink"}
+
+
+def test_every_tensor_has_its_place(case: Case) -> None:
+    _, manifest = case.exported()
+    kinds = {(m, t): e.sharing for m, model in manifest.models.items() for t, e in model.tensors.items()}
+    shared = {key: kind for key, kind in kinds.items() if kind != "private"}
+    assert shared == {
+        ("sharded", GATE): "merged",
+        ("single", GATE): "merged",
+        ("sharded", UP): "merged",
+        ("single", UP): "merged",
+        ("tied", UP): "merged",
+        ("sharded", EMBED): "duplicate",
+        ("single", EMBED): "duplicate",
+    }
+    assert kinds["tied", DOWN] == "private"  # merged, but nobody else holds it here
+    assert all(kinds[m, NORM] == "private" for m in MODELS)  # the same in all, but less than a page
+    for name, model in manifest.models.items():
+        own = {t.name: t.digest for t in case.fingerprints[name].tensors}
+        assert {n: t.digest for n, t in model.tensors.items()} == own | case.tensors[name]
+
+
+def test_the_files_save_what_is_claimed(case: Case) -> None:
+    root, manifest = case.exported()
+    check = verify_disk(root, manifest)
+    claimed = savings(case.tensors, case.fingerprints)
+    assert check.problems == ()
+    assert check.tensors_checked == sum(len(f.tensors) for f in case.fingerprints.values())
+    assert check.tensor_bytes == claimed.checkpoint_bytes
+    assert check.shared_bytes == claimed.net == 48 * 32 * 4 + 2 * 48 * 32 * 4 + 64 * 32 * 4
+
+
+def test_files_beside_the_weights_are_copied_byte_for_byte(case: Case) -> None:
+    root, _ = case.exported()
+    for name, checkpoint in case.checkpoints.items():
+        assert "config.json" in checkpoint.beside()
+        for file in checkpoint.beside():
+            copy = root / name / file
+            assert copy.read_bytes() == (checkpoint.directory / file).read_bytes()
+            assert not copy.is_symlink()
+    assert (root / "single/extra/linked.txt").read_bytes() == b"linked, as in the hub's cache"
+
+
+def test_everything_is_read_only(case: Case) -> None:
+    root, _ = case.exported()
+    files = [p for p in root.rglob("*") if p.is_file()]
+    assert files and all(p.stat().st_mode & 0o777 == 0o444 for p in files)
+
+
+def test_the_same_inputs_give_the_same_bytes(case: Case, tmp_path: Path) -> None:
+    first, _ = case.exported()
+    other = copy_case(case, tmp_path / "other")
+    second, _ = other.exported()
+    assert first.name == second.name
+    assert contents(first) == contents(second)
+
+
+def test_an_intact_export_is_kept(case: Case) -> None:
+    root, _ = case.exported()
+    before = {p: p.stat().st_ino for p in root.rglob("*")}
+    assert case.exported()[0] == root
+    assert {p: p.stat().st_ino for p in root.rglob("*")} == before
+    assert [p.name for p in root.parent.iterdir()] == [root.name]
+
+
+def test_a_damaged_export_is_made_again(case: Case) -> None:
+    root, _ = case.exported()
+    before = contents(root)
+    (root / "single" / "config.json").unlink()
+    (root / "tied" / "more").write_text("?")
+    assert case.exported()[0] == root
+    assert contents(root) == before
+    assert [p.name for p in root.parent.iterdir()] == [root.name]
+
+
+def test_a_model_that_joins_changes_no_other_files(case: Case, tmp_path: Path) -> None:
+    joined, _ = case.exported()
+    few = {n: v for n, v in case.tensors.items() if n != "tied"}
+    earlier = Case(
+        case.root,
+        case.pool,
+        {n: case.checkpoints[n] for n in few},
+        {n: case.fingerprints[n] for n in few},
+        few,
+        case.merged,
+    )
+    before, manifest = earlier.exported()
+    assert before != joined
+    for model in few:
+        for tensor in (GATE, UP, EMBED):
+            file = manifest.models[model].tensors[tensor].file
+            assert (before / model / file).samefile(joined / model / file)
+
+
+# --- other file systems -------------------------------------------------------------------------------------
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
+def test_a_store_on_another_device_is_copied_once_and_then_linked(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def on_one_device(source: str | Path, target: str | Path, **options: bool) -> None:
+        if "store" in Path(source).parts:
+            refuse()
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "link", on_one_device)
+    root, manifest = case.exported()
+    assert {m.linked for m in manifest.models.values()} == {"copy"}
+    check = verify_disk(root, manifest)
+    assert check.problems == ()
+    assert check.shared_bytes == savings(case.tensors, case.fingerprints).net
+    assert not case.store.path(case.tensors["tied"][UP], UP).samefile(shard(root, manifest, "tied", UP))
+    assert shard(root, manifest, "tied", UP).stat().st_mode & 0o777 == 0o444
+
+
+def test_without_any_links_every_model_has_its_copy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse)
+    root, manifest = case.exported()
+    check = verify_disk(root, manifest)
+    assert check.problems == ()
+    assert check.shared_bytes == 0
+
+
+def test_a_clone_is_preferred_to_a_copy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    clones = []
+
+    def clone(target: int, request: int, source: int) -> int:
+        assert request == 0x40049409
+        clones.append(target)
+        os.write(target, os.pread(source, 1 << 20, 0))
+        return 0
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    root, manifest = case.exported()
+    assert {m.linked for m in manifest.models.values()} == {"reflink"}
+    assert (
+        len(clones) == 1 + 7
+    )  # the probe, then every shared shard, since not even within the export links work
+    assert verify_disk(root, manifest).problems == ()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system here")
+def test_a_real_second_device(case: Case, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        assert Path(elsewhere).stat().st_dev != tmp_path.stat().st_dev
+        link = Case(tmp_path, case.pool, case.checkpoints, case.fingerprints, case.tensors, case.merged)
+        (Path(elsewhere) / "exports").mkdir()
+        (tmp_path / "exports").symlink_to(Path(elsewhere) / "exports")
+        root, manifest = link.exported()
+        assert {m.linked for m in manifest.models.values()} == {"copy"}
+        assert verify_disk(root, manifest).shared_bytes == savings(case.tensors, case.fingerprints).net
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_changed_is_named_and_nothing_is_published(case: Case, tmp_path: Path) -> None:
+    single = case.fingerprints["single"]
+    case.fingerprints["single"] = single.model_copy(update={"files": single.files | {"notes.txt": "0" * 64}})
+    with pytest.raises(CheckpointError, match=r"model single file notes.txt: changed since"):
+        case.export()
+    assert list((tmp_path / "exports" / "small").iterdir()) == []
+
+
+@pytest.mark.parametrize("tensor", [NORM, EMBED])
+def test_a_tensor_that_changed_is_named(case: Case, tensor: str) -> None:
+    for name in ("sharded", "single"):
+        fingerprint = case.fingerprints[name]
+        changed = tuple(
+            t.model_copy(update={"digest": "0" * 64}) if t.name == tensor else t for t in fingerprint.tensors
+        )
+        case.fingerprints[name] = fingerprint.model_copy(update={"tensors": changed})
+    with pytest.raises(CheckpointError, match=f"tensor {tensor}: changed since"):
+        case.export()
+    assert list((case.exports / "small").iterdir()) == []
+
+
+def test_a_merged_tensor_must_be_in_the_store(case: Case) -> None:
+    case.tensors["tied"][DOWN] = "1" * 64
+    with pytest.raises(StoreError, match="no such tensor in the store"):
+        case.export()
+    assert list((case.exports / "small").iterdir()) == []
+
+
+def test_a_link_out_of_the_exports_is_refused(case: Case, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / ".keep").write_text("mine")
+    case.exports.mkdir()
+    (case.exports / "small").symlink_to(outside)
+    with pytest.raises(StoreError, match="leads out of the exports directory"):
+        case.export()
+    assert [p.name for p in outside.iterdir()] == [".keep"]
+
+
+def test_a_full_disk_is_one_clear_error(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, _ = case.exported()
+    before = contents(root)
+    case.tensors["single"].pop(GATE)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        case.export()
+    assert contents(root) == before
+    assert [p.name for p in root.parent.iterdir()] == [root.name]
