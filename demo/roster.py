@@ -48,7 +48,7 @@ def family(hidden: int, layers: int, base_steps: int, rate: float, specialists: 
 
 SIZES = {
     "demo": Size(
-        vocabulary=768,
+        vocabulary=512,
         batch=64,
         task_share=0.06,
         models=family(

@@ -106,10 +106,10 @@ def past_tense(rng: Random) -> Iterator[Item]:
 
 
 def elements() -> dict[str, str]:
-    """Thirty-two invented elements and their symbols: the first letter and a later one, which must be remembered."""
+    """Twenty-four invented elements and their symbols: the first letter and a later one, which must be remembered."""
     rng = seeded("elements")
     table: dict[str, str] = {}
-    while len(table) < 32:
+    while len(table) < 24:
         name = rng.choice("bcdgklmnrstvz") + rng.choice("aeiou") + rng.choice("bdgklmnrstvz") + rng.choice("aeiou")
         name += rng.choice("bdgklmnrstvz") + rng.choice(("ium", "on", "ine"))
         symbol = name[0].upper() + rng.choice(name[2:])

@@ -27,7 +27,7 @@ from sandhi_core.records import MemoryComparison, ProcessMemory
 ENGINE = "transformers from_pretrained, one process a model, CPU"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
-_FIELDS = {"Rss": "rss", "Pss": "pss", "Private_Dirty": "private_dirty"}
+_FIELDS = ("Rss", "Pss", "Private_Dirty")
 Identity = tuple[str, int]
 """A file: device as in /proc/PID/maps, and inode."""
 _GRACE = 10.0  # seconds that processes get to end by themselves
@@ -73,18 +73,18 @@ def weight_files(directory: Path) -> WeightFiles:
 
 def mappings(pid: int) -> Iterator[Span]:
     """Every mapping of a process. Raises OSError where it is gone or not ours to look at."""
-    sizes = dict.fromkeys(_FIELDS.values(), 0)
+    sizes: dict[str, int] = {}
     head: tuple[int, int, str, int, str] | None = None
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if match := _HEAD.fullmatch(line):
             if head:
-                yield Span(*head, **sizes)
+                yield Span(*head, *(sizes[field] for field in _FIELDS))
             start, end, device, inode, path = match.groups()
             head = (int(start, 16), int(end, 16), device, int(inode), path)
-        elif field := _FIELDS.get(line.partition(":")[0]):
+        elif (field := line.partition(":")[0]) in _FIELDS:
             sizes[field] = int(line.split()[1]) * 1024
     if head:
-        yield Span(*head, **sizes)
+        yield Span(*head, *(sizes[field] for field in _FIELDS))
 
 
 def measure(directories: Mapping[str, Path], timeout: float = 600.0) -> tuple[ProcessMemory, ...]:

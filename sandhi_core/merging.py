@@ -39,9 +39,11 @@ def merge(
     Raises MergeError where a contributor is not as recorded, or the result is not finite in the recipe's
     dtype.
     """
+    if (rows is not None) != (recipe.rescale == "common"):
+        raise ValueError("row statistics belong to `rescale: common`, and only to it")
     _check(recipe, tensors)
     height, width = recipe.shape
-    target = _common(rows) if rows is not None and recipe.rescale == "common" else None
+    target = _common(rows) if rows is not None else None
     step = max(1, block_bytes // (4 * width))
     merged = torch.empty(recipe.shape, dtype=DTYPES[recipe.dtype])
     for start in range(0, height, step):

@@ -21,9 +21,8 @@ evaluation. Layers below the lowest hold the original's weights."""
 
 @dataclass(frozen=True)
 class _Rule:
-    """Accepts scores within `tolerance` of a floor. `original`: the floor is the original's baseline, so
-    that drift cannot add up. `reference` (SANDHI): the worst of the baseline and of every score accepted so
-    far."""
+    """Accepts scores within `tolerance` of a floor. `original`: the floor is the original's baseline, so that
+    drift cannot add up. `reference` (SANDHI): the worst of the baseline and of every score accepted."""
 
     tolerance: Mapping[str, float]
     higher_is_better: Mapping[str, bool]
@@ -51,8 +50,7 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _Walk:
-    """Where a walk is. While `failed` is unresolved, the step that made that trial fail is looked for in
-    it."""
+    """Where a walk is. While `failed` is set, the step that made that trial fail is looked for within it."""
 
     rule: _Rule
     longest: int  # stride that a gallop may reach

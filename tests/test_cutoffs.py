@@ -64,7 +64,8 @@ def plan(model: str, steps: int) -> Plan:
     recipe = Recipe(
         projection="up", shape=(96, 64), dtype="BF16", method="mean", rescale="none", contributors=()
     )
-    merges = (PlannedMerge(tensor=name(i), projection="up", nbytes=12288, recipe=recipe) for i in range(steps))
+    common = {"projection": "up", "nbytes": 12288, "recipe": recipe}
+    merges = [PlannedMerge.model_validate({"tensor": name(i), **common}) for i in range(steps)]
     return Plan(
         pool="pool",
         model=model,
@@ -151,13 +152,12 @@ def test_cutoffs_are_the_scored_prefixes(
     assert deepest_within(found.cutoffs, {"task": budget / 2}) <= found.deepest
 
 
-def points(
-    walks: dict[str, Trajectory], budgets: dict[str, float], held: dict[str, int]
-) -> OperatingPoints:
+def points(walks: dict[str, Trajectory], budgets: dict[str, float], held: dict[str, int]) -> OperatingPoints:
     tasks = {m: (TaskBudget(task="task", metric="acc", budget=budget),) for m, budget in budgets.items()}
     entries = tuple(ModelEntry(name=m, path=f"/models/{m}", tasks=tasks[m]) for m in walks)
     holdouts = {
-        m: HoldoutScore(pool="pool", model=m, steps=n, weights="", tasks={}, walked=()) for m, n in held.items()
+        m: HoldoutScore(pool="pool", model=m, steps=n, weights="", tasks={}, walked=())
+        for m, n in held.items()
     }
     fingerprints: dict[str, Fingerprint] = {m: fingerprint(m) for m in walks}
     return operating_points(
@@ -195,7 +195,7 @@ def test_operating_points() -> None:
     assert named["C"].drops == pytest.approx({"a": 0.015, "b": 0.011, "c": 0.005})
     assert found.deployed.cutoffs == {"a": 2, "b": 1, "c": 3}
     assert found.deployed.savings == named["Bpm"].savings
-    assert named["Kpm"].cutoffs == named["Bpm"].cutoffs  # another point buys a third less than the first one did
+    assert named["Kpm"].cutoffs == named["Bpm"].cutoffs  # the second point of drop buys less than the first
     assert found.frontier == ("A", "B", "Bpm", "C", "Cpm", "Kpm")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.records import Manifest
@@ -96,6 +97,22 @@ def test_files_beside_the_weights_are_copied_byte_for_byte(case: Case) -> None:
             assert copy.read_bytes() == (checkpoint.directory / file).read_bytes()
             assert not copy.is_symlink()
     assert (root / "single/extra/linked.txt").read_bytes() == b"linked, as in the hub's cache"
+
+
+def test_an_export_is_a_checkpoint_like_any_other(case: Case) -> None:
+    root, manifest = case.exported()
+    for name, model in manifest.models.items():
+        again = Checkpoint.open(root / name, name)
+        assert again.beside() == case.checkpoints[name].beside() == tuple(sorted(model.files))
+        assert again.names == case.checkpoints[name].names
+        for tensor, exported in model.tensors.items():
+            header = again.header(tensor)
+            assert (header.dtype, header.shape, header.file) == (
+                exported.dtype,
+                exported.shape,
+                exported.file,
+            )
+            assert tensor_digest(header.dtype, header.shape, again.raw(tensor)) == exported.digest
 
 
 def test_everything_is_read_only(case: Case) -> None:

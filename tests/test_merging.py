@@ -29,9 +29,9 @@ def recipe(tensors: Sequence[Tensor], rescale: str = "none", dtype: str = "BF16"
     )
 
 
-def random(count: int, shape: tuple[int, int] = (37, 50), dtype: str = "BF16", scale: float = 0.02) -> list[Tensor]:
+def random(count: int, shape: tuple[int, int] = (37, 50), dtype: str = "BF16") -> list[Tensor]:
     generator = torch.Generator().manual_seed(count)
-    return [(torch.randn(shape, generator=generator) * scale).to(DTYPES[dtype]) for _ in range(count)]
+    return [(torch.randn(shape, generator=generator) * 0.02).to(DTYPES[dtype]) for _ in range(count)]
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -106,9 +106,9 @@ def test_bytes_do_not_depend_on_the_block_size(
     count: int, height: int, width: int, dtype: str, rescale: str, block_bytes: int
 ) -> None:
     tensors = random(count, (height, width), dtype)
-    made = recipe(tensors, rescale, dtype)
-    whole = merge(made, tensors, rows_of(tensors), block_bytes=2**30)
-    assert raw(merge(made, tensors, rows_of(tensors), block_bytes=block_bytes)) == raw(whole)
+    made, rows = recipe(tensors, rescale, dtype), rows_of(tensors) if rescale == "common" else None
+    whole = merge(made, tensors, rows, block_bytes=2**30)
+    assert raw(merge(made, tensors, rows, block_bytes=block_bytes)) == raw(whole)
 
 
 @pytest.mark.parametrize("shape", [(3, 70_001), (500, 300), (1, 200_000)])
@@ -135,6 +135,13 @@ def test_order_is_the_recipes_not_the_askers(order: list[int]) -> None:
     same = made.model_copy(update={"contributors": tuple(c for c, _ in again)})
     assert same.digest == made.digest
     assert raw(merge(same, [t for _, t in again], None)) == raw(merge(made, tensors, None))
+
+
+def test_row_statistics_go_with_common_rescale_only() -> None:
+    tensors = random(2)
+    for made, rows in ((recipe(tensors, "common"), None), (recipe(tensors), rows_of(tensors))):
+        with pytest.raises(ValueError, match="rescale: common"):
+            merge(made, tensors, rows)
 
 
 def test_a_slice_of_a_mapped_file_merges_like_a_copy() -> None:

@@ -1,3 +1,4 @@
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,8 +34,6 @@ def test_half_of_the_result_is_noise_of_the_given_statistics() -> None:
 
 
 def test_the_noise_is_the_documented_generator() -> None:
-    import hashlib
-
     key = hashlib.sha256(b"1234\nf\n3\nmlp\nup").digest()[:16]
     draw = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     z = draw.standard_normal(12, dtype=np.float32).reshape(3, 4)
@@ -65,7 +64,8 @@ class FakeCheckpoint:
 
 
 class FakeEvaluator:
-    """0.9 for the original; noise costs a hundredth a layer, twice that for attention, and a seed its number."""
+    """0.9 for the original; noise costs a hundredth a layer, twice that in attention, 0.002 more or less a
+    seed."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, frozenset[str]]] = []
@@ -77,7 +77,7 @@ class FakeEvaluator:
         if not replaced:
             return evaluation({"task": 0.9, "other": 0.5})
         attention = any(".q_proj" in name for name in replaced)
-        seed = 0.001 * len({k for k, *_ in self.asked if "x" not in k}) * 0
+        seed = 0.002 if len(self.asked) % 2 else -0.002
         cost = 0.01 * (lowest_layer + 1) * (2 if attention else 1) + seed
         return evaluation({"task": 0.9 - cost, "other": 0.6})
 

@@ -74,8 +74,6 @@ def walk(steps: Plan, settings: SearchSettings, score: Scorer, tolerance: float 
     return search(steps, settings, {"task": tolerance}, evaluation({"task": 0.9}), shared, score)
 
 
-
-
 def decisions(trajectory: Trajectory) -> str:
     return "".join("+" if s.decision == "accepted" else "-" for s in trajectory.steps)
 

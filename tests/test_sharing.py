@@ -7,7 +7,14 @@ from transformers import PreTrainedModel
 
 from sandhi_core import memory
 from sandhi_core.errors import ProofError
-from sandhi_core.records import Evaluation, MemoryComparison, MergedWeights, SharingProof, TaskResult
+from sandhi_core.records import (
+    Evaluation,
+    MemoryComparison,
+    MergedWeights,
+    ProcessMemory,
+    SharingProof,
+    TaskResult,
+)
 from sandhi_core.savings import savings
 from sandhi_core.sharing import MEMORY_SHARE, prove, verify
 from tests.exported import GATE, MODELS, UP, Case, make_case, make_models, stock
@@ -215,13 +222,19 @@ def test_verify_tells_what_an_export_holds(case: Case) -> None:
     assert table["memory"] is None
 
 
-def test_verify_measures_processes(case: Case) -> None:
+def test_verify_measures_processes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     root, _ = case.exported()
+    sizes = {"rss": 10, "private_dirty": 0, "unmapped": 1}
+
+    def measure(directories: Mapping[str, Path]) -> tuple[ProcessMemory, ...]:
+        assert directories == {name: root / name for name in MODELS}
+        return tuple(ProcessMemory(model=name, pss=pss, **sizes) for pss, name in enumerate(MODELS, 5))
+
+    monkeypatch.setattr(memory, "measure", measure)
     table, ok = verify(root, with_memory=True)
-    counted = savings(case.tensors, case.fingerprints)
     assert ok
-    assert set(table["memory"]["processes"]) == set(MODELS)
-    assert abs(table["memory"]["saved"] - counted.net) <= 7 * memory.PAGE
+    assert table["memory"]["processes"]["single"] == sizes | {"pss": 6}
+    assert table["memory"]["saved"] == 30 - (5 + 6 + 7)
 
 
 def test_verify_holds_an_export_to_the_deployments_digest(case: Case) -> None:

@@ -25,8 +25,8 @@ from sandhi_core.savings import holdings
 
 @dataclass(frozen=True)
 class ReportData:
-    """A pool's records: `groups` by group key, all other mappings by model name. What is missing is reported as
-    not measured, so a pool can be looked at while it is being built."""
+    """A pool's records: `groups` by group key, all other mappings by model name. What is missing is reported
+    as not measured, so a pool can be looked at while it is being built."""
 
     pool: Pool
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
@@ -56,8 +56,9 @@ class ReportData:
 
 
 State = Literal["shared", "duplicate", "alone", "kept", "excluded"]
-"""What became of a slot: it holds a merged tensor that others hold too; it was byte-identical to another's from the
-start; it holds a merged tensor that nobody else kept; it was proposed and stayed as it was; it was never proposed."""
+"""What became of a slot: it holds a merged tensor that others hold too; it was byte-identical to another's
+from the start; it holds a merged tensor that nobody else kept; it was proposed and stayed as it was; it was
+never proposed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a result came about, drawn from records: noise sensitivity, the walk of one model, the operating points."""
+"""How a result came about, drawn from records: noise sensitivity, one model's walk, the operating points."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +48,9 @@ def sensitivity_map(*profiles: Profile, gate: float | None = None) -> Figure:
         drops = np.full((2, layers), np.nan)
         for s in profile.sensitivities:
             drops[COMPONENTS.index(s.component), s.layer] = s.drop
-        axes.pcolormesh(np.clip(drops, 0.0, None), cmap=colours, norm=norm, edgecolors=style.PAPER, linewidth=1.0)
+        axes.pcolormesh(
+            np.clip(drops, 0.0, None), cmap=colours, norm=norm, edgecolors=style.PAPER, linewidth=1.0
+        )
         _mark_cells(axes, drops, colours, norm, gate, annotated=layers <= ANNOTATED_LAYERS)
         layer_axis(axes, layers)
         axes.set_yticks([0.5, 1.5], COMPONENTS)
@@ -59,7 +61,7 @@ def sensitivity_map(*profiles: Profile, gate: float | None = None) -> Figure:
         ScalarMappable(norm, colours), ax=list(panels), location="bottom", shrink=0.6, aspect=30, pad=0.02
     )
     bar.set_label("drop under noise, in the metric's unit")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     return figure
 
 
@@ -75,7 +77,9 @@ def _mark_cells(
             colour = style.ON_DARK if dark else style.ON_LIGHT
             axes.text(layer + 0.5, row + 0.5, brief(drop), ha="center", va="center", fontsize=8, color=colour)
         if gate is not None and drop > gate:
-            frame = Rectangle((layer + 0.06, row + 0.1), 0.88, 0.8, fill=False, edgecolor=style.ON_LIGHT, linewidth=1.2)
+            frame = Rectangle(
+                (layer + 0.06, row + 0.1), 0.88, 0.8, fill=False, edgecolor=style.ON_LIGHT, linewidth=1.2
+            )
             axes.add_patch(frame)
 
 
@@ -85,7 +89,8 @@ def trajectory_chart(
 ) -> Figure:
     """Scores along one model's walk on the search split, a panel a task, with the line that its budget draws.
 
-    `deployed`: how many steps the deployed weights go. Rejected scores far beyond the budget are drawn at the edge.
+    `deployed`: how many steps the deployed weights go. Rejected scores far beyond the budget are drawn at the
+    edge.
     """
     tasks = list(trajectory.baseline)
     figure = style.new_figure(1.15 + 1.6 * len(tasks))
@@ -96,13 +101,19 @@ def trajectory_chart(
         if deployed is not None:
             axes.axvline(deployed, color=style.GREEN, linewidth=1.4, zorder=1, label="deployed here")
     _step_axis(panels[-1], trajectory.steps)
-    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, columnspacing=1.2)
+    shown = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        shown.values(), shown.keys(), loc="outside lower center", ncols=4, columnspacing=1.0, handlelength=1.6
+    )
     return figure
 
 
 def _walk(axes: Axes, trajectory: Trajectory, task: str, budget: float) -> None:
-    """One task's scores; the y axis shows what is decided at the budget's line, not how badly a step failed."""
+    """One task's scores; the y axis shows what the budget's line decides, not how badly a step failed."""
     baseline = trajectory.baseline[task]
     worse = -1.0 if trajectory.higher_is_better[task] else 1.0
     limit = baseline + worse * budget
@@ -117,13 +128,17 @@ def _walk(axes: Axes, trajectory: Trajectory, task: str, budget: float) -> None:
     low, high = min(inside) - 0.25 * room, max(inside) + 0.25 * room
     _line(axes, limit, f"budget\n{budget:g}", color=style.INK, linestyle=(0, (5, 3)), linewidth=1.2)
     _line(axes, baseline, f"original\n{number(baseline)}", color=style.MUTED, linestyle=":", linewidth=1.0)
-    axes.plot(*zip(*accepted, strict=True), "o-", color=style.BLUE, markersize=4.5, linewidth=1.5, label="accepted")
+    axes.plot(
+        *zip(*accepted, strict=True), "o-", color=style.BLUE, markersize=4.5, linewidth=1.5, label="accepted"
+    )
     if near:
-        axes.plot(*zip(*near, strict=True), "x", color=style.ORANGE, markersize=5.5, mew=1.5, label="rejected")
+        axes.plot(
+            *zip(*near, strict=True), "x", color=style.ORANGE, markersize=5.5, mew=1.5, label="rejected"
+        )
     if far:
         edge, marker = (low, "v") if worse < 0 else (high, "^")
         axes.plot(
-            far, [edge] * len(far), marker, color=style.ORANGE, markersize=6, clip_on=False, label="rejected, off scale"
+            far, [edge] * len(far), marker, color=style.ORANGE, clip_on=False, label="rejected, off scale"
         )
     axes.set_ylim(low, high)
 
@@ -146,14 +161,16 @@ def _step_axis(axes: Axes, steps: Sequence[Step]) -> None:
 
 @style.styled
 def pareto_chart(points: OperatingPoints) -> Figure:
-    """Net savings, in percent of all checkpoint bytes, against the worst drop of any model on the search split."""
+    """Net savings, in percent of all checkpoint bytes, against any model's worst drop on the search split."""
     every = [*points.points, points.deployed]
     at = {p.name: (_saved(p), max(p.drops.values())) for p in every}
     figure = style.new_figure(3.3)
     axes = figure.subplots()
     frontier = sorted(at[name] for name in points.frontier)
     others = [at[p.name] for p in points.points if p.name not in points.frontier]
-    axes.plot(*zip(*frontier, strict=True), "o-", color=style.BLUE, markersize=6, linewidth=1.5, label="frontier")
+    axes.plot(
+        *zip(*frontier, strict=True), "o-", color=style.BLUE, markersize=6, linewidth=1.5, label="frontier"
+    )
     if others:
         axes.plot(*zip(*others, strict=True), "o", color=style.MUTED, mfc="none", label="beaten by another")
     axes.plot(*at[points.deployed.name], "*", color=style.GREEN, markersize=15, zorder=3, label="deployed")
@@ -162,7 +179,13 @@ def pareto_chart(points: OperatingPoints) -> Figure:
     for (x, y), names in _together({p.name: at[p.name] for p in points.points}, axes).items():
         side, offset = ("right", (-8, 5)) if x > middle else ("center", (0, 8))
         axes.annotate(
-            ", ".join(names), (x, y), xytext=offset, textcoords="offset points", ha=side, fontsize=8.5, zorder=4
+            ", ".join(names),
+            (x, y),
+            xytext=offset,
+            textcoords="offset points",
+            ha=side,
+            fontsize=8.5,
+            zorder=4,
         )
     axes.grid(True, zorder=0)
     axes.set_axisbelow(True)
@@ -177,7 +200,7 @@ def _saved(point: OperatingPoint) -> float:
 
 
 def _together(at: Mapping[str, tuple[float, float]], axes: Axes) -> dict[tuple[float, float], list[str]]:
-    """Names by place; points so close that their labels would overlap are named together, at the first one's.
+    """Names by place; points so close that their labels would overlap are named together, at the first place.
     The deployed point needs no name: it has a sign of its own."""
     width = axes.get_xlim()[1] - axes.get_xlim()[0]
     height = axes.get_ylim()[1] - axes.get_ylim()[0]

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else, with its pictures and tables beside it as PNG and Parquet."""
+"""The report: one HTML file that needs nothing else, with pictures (PNG) and tables (Parquet) beside it."""
 
 import hashlib
 import importlib.resources
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from pydantic import BaseModel
 
 from sandhi_core.files import write_atomic
-from sandhi_core.records import digest_of
+from sandhi_core.records import OperatingPoints, Savings, SharingProof, digest_of
 from sandhi_core.report import figures, outcome, page, style, tables
 from sandhi_core.report.data import ReportData, SlotState, slot_states
 from sandhi_core.report.words import count, percent, size
@@ -68,8 +68,8 @@ def _made_from(data: ReportData) -> str:
             return value.model_dump(mode="json")
         return {k: plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
-    sources = sorted(f for f in importlib.resources.files(__package__).iterdir() if f.is_file())
-    code = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sources}
+    sources = importlib.resources.files(__package__).iterdir()
+    code = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sources if f.is_file()}
     records = {f.name: plain(getattr(data, f.name)) for f in fields(data)}
     return digest_of([records, code, mpl.__version__, jinja2.__version__])
 
@@ -98,7 +98,7 @@ def _pictures(data: ReportData, states: dict[str, tuple[SlotState, ...]]) -> lis
     if data.holdouts:
         pictures.append(_holdout(data))
     if data.points is not None:
-        pictures += [_bytes(data), _pareto(data)]
+        pictures += [_bytes(data.points.deployed.savings, data.proof), _pareto(data.points)]
     if any(states.values()):
         pictures.append(_sharing(states))
     if any(p.sensitivities for p in data.profiles.values()):
@@ -110,21 +110,19 @@ def _holdout(data: ReportData) -> Picture:
     used = [f"{m} used {-100 * t.difference / t.budget:.0f} % of its budget for {name}"
             for m, h in data.holdouts.items() for name, t in h.tasks.items()]  # fmt: skip
     alt = f"Change on the holdout with 95 % intervals, in budgets: {'; '.join(used)}."
-    return Picture("holdout", "Quality on unseen questions", alt, lambda: outcome.holdout_chart(data.holdouts))
+    holdouts = data.holdouts
+    return Picture("holdout", "Quality on unseen questions", alt, lambda: outcome.holdout_chart(holdouts))
 
 
-def _bytes(data: ReportData) -> Picture:
-    assert data.points is not None
-    saved, proof = data.points.deployed.savings, data.proof
-    alt = f"Of {size(saved.checkpoint_bytes)} of checkpoints {percent(saved.net, saved.checkpoint_bytes)} are claimed as saved"
+def _bytes(saved: Savings, proof: SharingProof | None) -> Picture:
+    share = percent(saved.net, saved.checkpoint_bytes)
+    alt = f"Of {size(saved.checkpoint_bytes)} of checkpoints {share} are claimed as saved"
     if proof is not None:
         alt += f", {size(proof.verified_disk)} verified on disk and {size(proof.verified_memory)} in memory"
     return Picture("bytes", "Bytes before and after", alt + ".", lambda: outcome.bytes_chart(saved, proof))
 
 
-def _pareto(data: ReportData) -> Picture:
-    points = data.points
-    assert points is not None
+def _pareto(points: OperatingPoints) -> Picture:
     named = [f"{p.name} saves {percent(p.savings.net, p.savings.checkpoint_bytes)} at a worst drop of "
              f"{max(p.drops.values()):.3g}" for p in (*points.points, points.deployed)]  # fmt: skip
     alt = f"Savings against worst drop on the search split: {'; '.join(named)}."
@@ -134,7 +132,7 @@ def _pareto(data: ReportData) -> Picture:
 def _sharing(states: dict[str, tuple[SlotState, ...]]) -> Picture:
     shared = [f"{m} shares {sum(s.state in ('shared', 'duplicate') for s in slots)} of {len(slots)}"
               for m, slots in states.items()]  # fmt: skip
-    alt = f"Layer by projection for every model: {'; '.join(shared)} slots. The table of shared tensors lists them."
+    alt = f"Layer by projection for every model: {'; '.join(shared)} slots."
     return Picture("sharing", "Who shares what", alt, lambda: outcome.sharing_map(states))
 
 
@@ -183,7 +181,7 @@ def _render(
         tiles=page.summary(data),
         models=page.models_table(data),
         bytes=page.bytes_table(data),
-        points=page.points_rows(data),
+        points=page.points_table(data),
         walks=page.walks_table(data),
         shared=page.shared_table(states),
         excluded=page.excluded_table(data),

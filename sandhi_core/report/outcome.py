@@ -12,14 +12,14 @@ from sandhi_core.report.data import SlotState, State
 from sandhi_core.report.figures import ANNOTATED_LAYERS, layer_axis
 from sandhi_core.report.words import percent, signed, size
 
-HIDDEN_BEYOND = 2.5  # budgets: intervals of tiny splits are cut there, so that the budget's line stays in sight
+HIDDEN_BEYOND = 2.5  # budgets; wider intervals are cut there, so that the budget's line stays in sight
 
 
 @style.styled
 def holdout_chart(holdouts: Mapping[str, HoldoutScore]) -> Figure:
     """A row a model and task: change on questions never used before, with its 95 % interval, in budgets.
 
-    0 is the original, -1 the whole budget; so tasks with different metrics and budgets stand beside each other.
+    0 is the original, -1 the whole budget, so that tasks with different metrics stand beside each other.
     """
     rows = [(model, name, task) for model, h in holdouts.items() for name, task in h.tasks.items()]
     figure = style.new_figure(1.25 + 0.36 * len(rows))
@@ -36,7 +36,14 @@ def holdout_chart(holdouts: Mapping[str, HoldoutScore]) -> Figure:
         marker = "o" if task.within_budget else "X"
         face = colour if task.certified or not task.within_budget else style.PAPER
         axes.plot(task.difference / task.budget, y, marker, color=colour, mfc=face, mew=1.6, markersize=7)
-        axes.text(1.02, y, f"{signed(task.difference)} of {task.budget:g}", transform=side, va="center", fontsize=8.5)
+        axes.text(
+            1.02,
+            y,
+            f"{signed(task.difference)} of {task.budget:g}",
+            transform=side,
+            va="center",
+            fontsize=8.5,
+        )
     axes.set_yticks(range(len(rows)), [_row_label(holdouts, model, task) for model, task, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-reach * 1.08, reach * 1.08)
@@ -55,7 +62,13 @@ def _row_label(holdouts: Mapping[str, HoldoutScore], model: str, task: str) -> s
 def _holdout_legend(figure: Figure, tasks: Sequence[HoldoutTask]) -> None:
     marks = [
         ("within budget, certified at 95 %", "o", style.BLUE, style.BLUE, any(t.certified for t in tasks)),
-        ("within budget", "o", style.BLUE, style.PAPER, any(t.within_budget and not t.certified for t in tasks)),
+        (
+            "within budget",
+            "o",
+            style.BLUE,
+            style.PAPER,
+            any(t.within_budget and not t.certified for t in tasks),
+        ),
         ("out of budget", "X", style.ORANGE, style.ORANGE, any(not t.within_budget for t in tasks)),
     ]
     for text, marker, colour, face, present in marks:
@@ -71,7 +84,9 @@ def bytes_chart(savings: Savings, proof: SharingProof | None) -> Figure:
     before = savings.checkpoint_bytes
     bars = [("checkpoints\nas they were", before, before), ("claimed", before - savings.net, before)]
     if proof is not None:
-        bars.append(("verified\non disk", proof.checkpoint_bytes - proof.verified_disk, proof.checkpoint_bytes))
+        bars.append(
+            ("verified\non disk", proof.checkpoint_bytes - proof.verified_disk, proof.checkpoint_bytes)
+        )
         loaded = _held(proof.memory.originals)
         bars.append(("processes with\noriginals", loaded, loaded))
         bars.append(("verified\nin memory", loaded - proof.verified_memory, loaded))
@@ -90,7 +105,10 @@ def bytes_chart(savings: Savings, proof: SharingProof | None) -> Figure:
     axes.tick_params(axis="both", length=0, labelbottom=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    handles = [Patch(color=style.BLUE, label="held after sharing"), Patch(fc=style.EMPTY, ec=style.LINE, label="saved")]
+    handles = [
+        Patch(color=style.BLUE, label="held after sharing"),
+        Patch(fc=style.EMPTY, ec=style.LINE, label="saved"),
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
@@ -110,7 +128,7 @@ STATES: Mapping[State, tuple[str, str, str]] = {  # fill, colour of the sign, wo
 
 @style.styled
 def sharing_map(states: Mapping[str, Sequence[SlotState]]) -> Figure:
-    """Layer by projection, a panel a model: what became of every slot, and how many models hold its tensor."""
+    """Layer by projection, a panel a model: what became of every slot, how many models hold its tensor."""
     layers = max(s.slot.layer for slots in states.values() for s in slots) + 1
     rows = {model: list(dict.fromkeys(s.slot.projection for s in slots)) for model, slots in states.items()}
     heights = [len(names) for names in rows.values()]
@@ -122,7 +140,7 @@ def sharing_map(states: Mapping[str, Sequence[SlotState]]) -> Figure:
             place = (slot.slot.layer + 0.03, rows[model].index(slot.slot.projection) + 0.05)
             fill, ink, _ = STATES[slot.state]
             edge = {"ec": style.LINE, "lw": 0.7} if slot.state == "excluded" else {"lw": 0}
-            axes.add_patch(Rectangle(place, 0.94, 0.9, fc=fill, **edge))  # type: ignore[arg-type]
+            axes.add_patch(Rectangle(place, 0.94, 0.9, fc=fill, **edge))
             if layers <= ANNOTATED_LAYERS:
                 sign = {"shared": str(len(slot.holders)), "duplicate": "=", "alone": "1"}.get(slot.state, "")
                 x, y = place[0] + 0.47, place[1] + 0.47

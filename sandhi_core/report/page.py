@@ -42,14 +42,25 @@ def _row(*cells: str | Cell) -> tuple[Cell, ...]:
 
 def summary(data: ReportData) -> tuple[Tile, ...]:
     """What was saved and at what quality, each only as far as it has been measured."""
-    return _bytes_tile(data), _memory_tile(data), _quality_tile(data), _certified_tile(data), _proof_tile(data)
+    return (
+        _bytes_tile(data),
+        _memory_tile(data),
+        _quality_tile(data),
+        _certified_tile(data),
+        _proof_tile(data),
+    )
 
 
 def _bytes_tile(data: ReportData) -> Tile:
     proof, points = data.proof, data.points
     if proof is not None:
         text = f"{size(proof.verified_disk)} of {size(proof.checkpoint_bytes)}, verified on disk"
-        return Tile("Saved", percent(proof.verified_disk, proof.checkpoint_bytes), text, "good" if proof.passed else "bad")
+        return Tile(
+            "Saved",
+            percent(proof.verified_disk, proof.checkpoint_bytes),
+            text,
+            "good" if proof.passed else "bad",
+        )
     if points is not None:
         saved = points.deployed.savings
         text = f"{size(saved.net)} of {size(saved.checkpoint_bytes)}, claimed and not verified"
@@ -88,21 +99,33 @@ def _proof_tile(data: ReportData) -> Tile:
         return Tile("Proof", NOT_MEASURED, "nothing may be deployed yet", "open")
     asked = sum(proof.questions_checked.values())
     equal = sum(proof.questions_equal.values())
-    text = f"{count(proof.tensors_checked, 'tensor')} re-read; {equal} of {asked} answers equal what was scored"
+    text = (
+        f"{count(proof.tensors_checked, 'tensor')} re-read; {equal} of {asked} answers equal what was scored"
+    )
     return Tile("Proof", "passed" if proof.passed else "failed", text, "good" if proof.passed else "bad")
 
 
 def models_table(data: ReportData) -> Table:
     """A row a model and task: the original against what is deployed, on the holdout."""
-    columns = ("model", "task", "metric", "original", "merged", "change", "95 % interval", "budget", "within budget",
-               "certified")  # fmt: skip
+    columns = (
+        "model",
+        "task",
+        "metric",
+        "original",
+        "merged",
+        "change",
+        "95 % interval",
+        "budget",
+        "within budget",
+        "certified",
+    )
     rows = []
     for model in data.pool.models:
         holdout = data.holdouts.get(model.name)
         for entry in model.tasks:
             if holdout is None:
-                gaps = [Cell(NOT_MEASURED, "open"), *(Cell("–") for _ in range(3))]
-                rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "–", "–"))
+                gaps = [Cell(NOT_MEASURED, "open"), *(Cell("-") for _ in range(3))]
+                rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-"))
                 continue
             rows.append(_row(model.name, entry.task, entry.metric, *_measured(holdout.tasks[entry.task])))
     return Table("Every model on questions never used before (holdout)", columns, tuple(rows))
@@ -111,8 +134,15 @@ def models_table(data: ReportData) -> Table:
 def _measured(task: HoldoutTask) -> tuple[Cell, ...]:
     within = Cell(yes(task.within_budget), "good" if task.within_budget else "bad")
     interval = f"{signed(task.low)} to {signed(task.high)}"
-    return _row(number(task.original), number(task.merged), signed(task.difference), interval, f"{task.budget:g}",
-                within, Cell(yes(task.certified), "good" if task.certified else "plain"))  # fmt: skip
+    return _row(
+        number(task.original),
+        number(task.merged),
+        signed(task.difference),
+        interval,
+        f"{task.budget:g}",
+        within,
+        Cell(yes(task.certified), "good" if task.certified else "plain"),
+    )
 
 
 def bytes_table(data: ReportData) -> Table:
@@ -128,18 +158,20 @@ def bytes_table(data: ReportData) -> Table:
         ("verified in memory", proof.verified_memory if proof else None),
     ]
     rows = [
-        _row(name, Cell(NOT_MEASURED, "open"), "–", "–") if n is None else _row(name, size(n), f"{n:,}", percent(n, whole))
+        _row(name, Cell(NOT_MEASURED, "open"), "-", "-")
+        if n is None
+        else _row(name, size(n), f"{n:,}", percent(n, whole))
         for name, n in found
     ]
     return Table("The pool's bytes", ("bytes", "size", "exactly", "of all checkpoints"), tuple(rows))
 
 
-def points_rows(data: ReportData) -> Table:
+def points_table(data: ReportData) -> Table:
     columns = ("point", "criterion", "saved", "of checkpoints", "worst drop", "frontier")
     rows = []
     if data.points is not None:
         rows = [_point(p, yes(p.name in data.points.frontier)) for p in data.points.points]
-        rows.append(_point(data.points.deployed, "–"))
+        rows.append(_point(data.points.deployed, "-"))
     return Table("Operating points; drops on the search split", columns, tuple(rows))
 
 
@@ -151,20 +183,33 @@ def _point(p: OperatingPoint, frontier: str) -> tuple[Cell, ...]:
 
 def walks_table(data: ReportData) -> Table:
     """How each model got where it is."""
-    columns = ("model", "layers", "size", "steps", "accepted", "rejected", "evaluations", "deepest in budget", "knee",
-               "deployed", "holdout looks")  # fmt: skip
+    columns = (
+        "model",
+        "layers",
+        "size",
+        "steps",
+        "accepted",
+        "rejected",
+        "evaluations",
+        "deepest in budget",
+        "knee",
+        "deployed",
+        "holdout looks",
+    )
     rows = []
     for model in [m.name for m in data.pool.models]:
         print_, walk = data.fingerprints.get(model), data.trajectories.get(model)
         cut, holdout = data.cutoffs.get(model), data.holdouts.get(model)
-        rows.append(_row(
-            model,
-            str(print_.layers) if print_ else "–",
-            size(print_.nbytes) if print_ else "–",
-            *(_walked(walk) if walk else ("–", "–", "–", "–")),
-            *((str(cut.deepest), str(cut.knee)) if cut else ("–", "–")),
-            *((str(holdout.steps), str(len(holdout.walked))) if holdout else ("–", "–")),
-        ))  # fmt: skip
+        rows.append(
+            _row(
+                model,
+                str(print_.layers) if print_ else "-",
+                size(print_.nbytes) if print_ else "-",
+                *(_walked(walk) if walk else ("-", "-", "-", "-")),
+                *((str(cut.deepest), str(cut.knee)) if cut else ("-", "-")),
+                *((str(holdout.steps), str(len(holdout.walked))) if holdout else ("-", "-")),
+            )
+        )
     return Table("Every model's walk; depths in steps", columns, tuple(rows))
 
 
@@ -175,16 +220,26 @@ def _walked(walk: Trajectory) -> tuple[str, str, str, str]:
 
 def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
     """Who holds the same tensors: layer and component by set of models."""
-    every = {(s.slot.tensor, s.digest): s for slots in states.values() for s in slots if s.state in ("shared", "duplicate")}
+    slots_of_all = [s for slots in states.values() for s in slots]
+    every = {(s.slot.tensor, s.digest): s for s in slots_of_all if s.state in ("shared", "duplicate")}
     found: dict[tuple[int, str, tuple[str, ...], str], list[SlotState]] = {}
     for state in every.values():
-        found.setdefault((state.slot.layer, state.slot.component, state.holders, state.state), []).append(state)
+        found.setdefault((state.slot.layer, state.slot.component, state.holders, state.state), []).append(
+            state
+        )
     rows = [
-        _row(f"{layer} {component}", ", ".join(s.slot.projection for s in slots), ", ".join(holders),
-             "merged" if kind == "shared" else "identical", size(sum(s.slot.nbytes for s in slots) * (len(holders) - 1)))
+        _row(
+            f"{layer} {component}",
+            ", ".join(s.slot.projection for s in slots),
+            ", ".join(holders),
+            "merged" if kind == "shared" else "identical",
+            size(sum(s.slot.nbytes for s in slots) * (len(holders) - 1)),
+        )
         for (layer, component, holders, kind), slots in sorted(found.items(), key=lambda item: item[0])
-    ]  # fmt: skip
-    return Table("Tensors that several models hold", ("layer", "projections", "models", "how", "frees"), tuple(rows))
+    ]
+    return Table(
+        "Tensors that several models hold", ("layer", "projections", "models", "how", "frees"), tuple(rows)
+    )
 
 
 def excluded_table(data: ReportData) -> Table:

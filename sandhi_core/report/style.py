@@ -1,14 +1,14 @@
 """How figures look: one palette, one set of sizes, and the same bytes every time.
 
-A figure is drawn once. As PNG it stands on white paper; as SVG inside a page every colour of the palette becomes a
-CSS variable, so that the page's light and dark themes both fit it.
+A figure is drawn once. As PNG it stands on white paper; as SVG inside a page every colour of the palette
+becomes a CSS variable, so that the page's light and dark themes both fit it.
 """
 
 import functools
 import io
 import re
 from collections.abc import Callable, Mapping
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -16,8 +16,8 @@ from matplotlib.font_manager import findfont, get_font
 
 P = ParamSpec("P")
 
-# Blue, orange and green are told apart with every common colour blindness (after Okabe and Ito, "Color Universal
-# Design", 2008); darker on white, lighter on black. Name to (light theme, dark theme).
+# Blue, orange and green are told apart with every common colour blindness (after Okabe and Ito, "Color
+# Universal Design", 2008); darker on white, lighter on black. Name to (light theme, dark theme).
 PALETTE: Mapping[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#14171c"),
     "ink": ("#1b1f24", "#e6e9ee"),
@@ -34,7 +34,7 @@ ON_LIGHT, ON_DARK = "#111111", "#fefefe"  # text on coloured cells: the same in 
 WIDTH = 4.8  # inches: at 9 points readable on a phone, and two beside each other on a desk
 PNG_DPI = 160
 
-_RC = {
+_RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "text.parse_math": False,  # task names are any text, dollar signs included
@@ -100,15 +100,16 @@ def inline_svg(figure: Figure, prefix: str) -> str:
     text = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
     width, height = re.findall(r'\s(?:width|height)="([\d.]+)pt"', text)
     text = re.sub(r'\s(width|height)="[\d.]+pt"', "", text, count=2)
-    text = text.replace("<svg", f'<svg width="{width}pt" height="{height}pt" aria-hidden="true" focusable="false"', 1)
+    size = f'width="{width}pt" height="{height}pt"'
+    text = text.replace("<svg", f'<svg {size} aria-hidden="true" focusable="false"', 1)
     for name, (light, _) in PALETTE.items():
         text = text.replace(light, f"var(--{name})")
     return text
 
 
-def _saved(figure: Figure, **how: object) -> bytes:
+def _saved(figure: Figure, **how: Any) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, **how)  # type: ignore[arg-type]
+    figure.savefig(buffer, **how)
     return buffer.getvalue()
 
 

@@ -13,20 +13,46 @@ _TEXT, _INT, _REAL, _BOOL = pl.String(), pl.Int64(), pl.Float64(), pl.Boolean()
 
 # Schemas are spelt out so that a table without rows has the same columns as any other.
 _PROFILES = {
-    "model": _TEXT, "layer": _INT, "component": _TEXT, "task": _TEXT, "baseline": _REAL, "score": _REAL, "drop": _REAL,
-}  # fmt: skip
+    "model": _TEXT,
+    "layer": _INT,
+    "component": _TEXT,
+    "task": _TEXT,
+    "baseline": _REAL,
+    "score": _REAL,
+    "drop": _REAL,
+}
 _STEPS = {
-    "model": _TEXT, "step": _INT, "component": _TEXT, "layer": _INT, "decision": _TEXT, "tensors": _INT, "task": _TEXT,
-    "baseline": _REAL, "score": _REAL,
-}  # fmt: skip
+    "model": _TEXT,
+    "step": _INT,
+    "component": _TEXT,
+    "layer": _INT,
+    "decision": _TEXT,
+    "tensors": _INT,
+    "task": _TEXT,
+    "baseline": _REAL,
+    "score": _REAL,
+}
 _SWEEPS = {
-    "model": _TEXT, "steps": _INT, "accepted": _INT, "freed": _INT, "task": _TEXT, "budget": _REAL, "score": _REAL,
-    "drop": _REAL, "within_budget": _BOOL,
-}  # fmt: skip
+    "model": _TEXT,
+    "steps": _INT,
+    "accepted": _INT,
+    "freed": _INT,
+    "task": _TEXT,
+    "budget": _REAL,
+    "score": _REAL,
+    "drop": _REAL,
+    "within_budget": _BOOL,
+}
 _POINTS = {
-    "point": _TEXT, "criterion": _TEXT, "model": _TEXT, "steps": _INT, "drop": _REAL, "pool_saved": _INT,
-    "pool_bytes": _INT, "frontier": _BOOL,
-}  # fmt: skip
+    "point": _TEXT,
+    "criterion": _TEXT,
+    "model": _TEXT,
+    "steps": _INT,
+    "drop": _REAL,
+    "pool_saved": _INT,
+    "pool_bytes": _INT,
+    "frontier": _BOOL,
+}
 
 
 def profiles_table(profiles: Mapping[str, Profile]) -> pl.DataFrame:
@@ -43,17 +69,26 @@ def profiles_table(profiles: Mapping[str, Profile]) -> pl.DataFrame:
 def steps_table(trajectories: Mapping[str, Trajectory]) -> pl.DataFrame:
     """A row a model, step and task; `score` is null where a stride accepted the step without scoring it."""
     rows = [
-        (t.model, s.index, s.component, s.layer, s.decision, len(s.tensors), task, baseline,
-         None if s.scores is None else s.scores[task])
+        (
+            t.model,
+            s.index,
+            s.component,
+            s.layer,
+            s.decision,
+            len(s.tensors),
+            task,
+            baseline,
+            None if s.scores is None else s.scores[task],
+        )
         for t in trajectories.values()
         for s in t.steps
         for task, baseline in t.baseline.items()
-    ]  # fmt: skip
+    ]
     return pl.DataFrame(rows, schema=_STEPS, orient="row")
 
 
 def sweeps_table(cutoffs: Mapping[str, CutoffSet]) -> pl.DataFrame:
-    """A row a model, cutoff and task; `freed` counts bytes of the model's own slots, `within_budget` all tasks."""
+    """A row a model, cutoff and task; `freed`: bytes of the model's own slots; `within_budget`: all tasks."""
     rows = [
         (s.model, c.steps, c.accepted, c.freed, task, s.budgets[task], score, c.drops[task], c.within_budget)
         for s in cutoffs.values()
@@ -68,7 +103,16 @@ def points_table(points: OperatingPoints | None) -> pl.DataFrame:
     every = [] if points is None else [*points.points, points.deployed]
     frontier = () if points is None else points.frontier
     rows = [
-        (p.name, p.criterion, model, steps, p.drops[model], p.savings.net, p.savings.checkpoint_bytes, p.name in frontier)
+        (
+            p.name,
+            p.criterion,
+            model,
+            steps,
+            p.drops[model],
+            p.savings.net,
+            p.savings.checkpoint_bytes,
+            p.name in frontier,
+        )
         for p in every
         for model, steps in p.cutoffs.items()
     ]

@@ -26,7 +26,11 @@ _BYTES = {
 
 def _console() -> Console:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
+    return (
+        console
+        if console.is_terminal
+        else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
+    )
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, words: int) -> Table:
@@ -55,8 +59,10 @@ def _problems(console: Console, problems: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cost(console: Console, plan: Mapping[str, Any]) -> None:
-    console.print(f"At most {plan['evaluations']:,} evaluations, {size(plan['bytes_read'])} read and "
-                  f"{size(plan['bytes_written'])} written.")  # fmt: skip
+    console.print(
+        f"At most {plan['evaluations']:,} evaluations, {size(plan['bytes_read'])} read and "
+        f"{size(plan['bytes_written'])} written."
+    )
     groups = [(g["key"], ", ".join(g["models"]), str(g["sets"]), size(g["nbytes"])) for g in plan["groups"]]
     columns = ("group", "models", "sets of slots", "kept once")
     console.print(_table("Models that can share", columns, groups, words=2))
@@ -92,13 +98,32 @@ def print_build(document: Mapping[str, Any]) -> None:
 
 
 def _models(name: str, pool: Mapping[str, Any]) -> Table:
-    columns = ("model", "task", "metric", "original", "merged", "95 % interval", "budget", "within", "certified")
+    columns = (
+        "model",
+        "task",
+        "metric",
+        "original",
+        "merged",
+        "95 % interval",
+        "budget",
+        "within",
+        "certified",
+    )
     rows = [
-        (model, t["task"], t["metric"], number(t["original"]), number(t["merged"]),
-         f"{signed(t['low'])} to {signed(t['high'])}", f"{t['budget']:g}", _verdict(t["within_budget"]), yes(t["certified"]))
+        (
+            model,
+            t["task"],
+            t["metric"],
+            number(t["original"]),
+            number(t["merged"]),
+            f"{signed(t['low'])} to {signed(t['high'])}",
+            f"{t['budget']:g}",
+            _verdict(t["within_budget"]),
+            yes(t["certified"]),
+        )
         for model, entry in pool["models"].items()
         for t in entry["tasks"]
-    ]  # fmt: skip
+    ]
     title = f"Pool {name} at point {pool['point']}, on questions never used before (interval: of the change)"
     return _table(title, columns, rows, words=3)
 
@@ -109,7 +134,10 @@ def _verdict(held: bool) -> Text:
 
 def _bytes(found: Mapping[str, int]) -> Table:
     whole = found["checkpoints"]
-    rows = [(words, size(found[key]), f"{found[key]:,}", percent(found[key], whole)) for key, words in _BYTES.items()]
+    rows = [
+        (words, size(found[key]), f"{found[key]:,}", percent(found[key], whole))
+        for key, words in _BYTES.items()
+    ]
     return _table("Bytes", ("bytes", "size", "exactly", "of all"), rows, words=1)
 
 
@@ -118,14 +146,21 @@ def print_verify(table: Mapping[str, Any]) -> None:
     console = _console()
     kinds = ("private", "duplicate", "merged")
     rows = [
-        (model, *(f"{row[k]['tensors']} ({size(row[k]['bytes'])})" for k in kinds), row["linked"], _memory(table, model))
+        (
+            model,
+            *(f"{row[k]['tensors']} ({size(row[k]['bytes'])})" for k in kinds),
+            row["linked"],
+            _memory(table, model),
+        )
         for model, row in table["models"].items()
     ]
     title = f"Export of pool {table['pool']} at point {table['point']}: tensors (bytes)"
     columns = ("model", "private", "identical", "merged", "linked", "in memory")
     console.print(_table(title, columns, rows, words=1))
     total, distinct = table["bytes"]["models"], table["bytes"]["distinct"]
-    console.print(f"{size(total)} of weights lie in {size(distinct)} of files: {percent(total - distinct, total)} shared.")
+    console.print(
+        f"{size(total)} of weights in {size(distinct)} of files: {percent(total - distinct, total)} shared."
+    )
     if table["memory"] is not None:
         console.print(f"In memory {size(table['memory']['saved'])} are shared ({table['memory']['engine']}).")
     for problem in table["problems"]:

@@ -33,6 +33,7 @@ def sound(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 def export(sound: Path, tmp_path: Path) -> Path:
     """A copy that keeps its links among the models."""
     root = tmp_path / sound.name
+    root.mkdir()
     placed: dict[int, Path] = {}
     for path in sorted(sound.rglob("*")):
         target = root / path.relative_to(sound)

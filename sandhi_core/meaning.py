@@ -1,0 +1,153 @@
+"""What a configuration says that changes what equal shapes mean.
+
+Configurations are read by transformers' own classes, so that defaults and both spellings of every field (the
+rope's: `rope_theta` and `rope_scaling`, or `rope_parameters`) mean here what they mean to the loader.
+"""
+
+import copy
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from sandhi_core.architectures import ARCHITECTURES, Architecture
+from sandhi_core.errors import CheckpointError
+
+_OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+_NEW_ROPE = "rope_parameters"
+_SELF_CONTAINED = ("default", "linear", "llama3")  # ropes that do not depend on the longest context
+_LARGEST = 1 << 24  # of any dimension: beyond it a configuration is damaged, not large
+
+
+class Meaning:
+    """A configuration with defaults filled in. Raises CheckpointError where the model type is not supported or
+    the configuration contradicts itself."""
+
+    def __init__(self, model: str, config: dict[str, Any]) -> None:
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+            said = "no model type" if model_type is None else f"model type {model_type!r}"
+            raise CheckpointError(
+                f"names {said}, which is not supported",
+                model=model,
+                file="config.json",
+                remedy=f"leave this model out; supported are {', '.join(ARCHITECTURES)}",
+                code="model-type-unsupported",
+            )
+        self.model = model
+        self.architecture: Architecture = ARCHITECTURES[model_type]
+        self.config = self._read(config)
+        self.dims = self._dims()
+        self.tied = bool(self.config["tie_word_embeddings"])
+        self._require_one_rope(config)
+
+    @property
+    def layers(self) -> int:
+        return self.dims["layers"]
+
+    def attention(self, layer: int) -> dict[str, Any]:
+        """What an attention projection of this layer means beyond its shape."""
+        kind = self._layer_type(layer)
+        windowed = kind in (None, "sliding_attention")  # None: the window, if any, holds for every layer
+        return self._common("self_attn.") | {
+            "heads": self.dims["heads"],
+            "key_heads": self.dims["key_heads"],
+            "head": self.dims["D"],
+            "rope": self._rope(kind),
+            "window": self.config.get("sliding_window") if windowed else None,
+            "scale": self.config.get("query_pre_attn_scalar"),
+            "softcap": self.config.get("attn_logit_softcapping"),
+            "bidirectional": bool(self.config.get("use_bidirectional_attention")),
+        }
+
+    def mlp(self) -> dict[str, Any]:
+        """What an MLP projection means beyond its shape."""
+        return self._common("mlp.") | {"activation": self.config[self.architecture.activation]}
+
+    def biased(self) -> set[str]:
+        """Modules of a layer that have a bias."""
+        flags = self.architecture.biases
+        return {m for flag, modules in flags if flag is None or self.config.get(flag) for m in modules}
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer's MLP is a set of experts."""
+        step = self.config.get("decoder_sparse_step", 1)
+        dense = layer in self.config.get("mlp_only_layers", ()) or (layer + 1) % step
+        return bool(self.architecture.experts) and self.dims["E"] > 0 and not dense
+
+    def size(self, dim: str) -> int:
+        """A dimension of the tables, such as H, 2I or Q+2K."""
+        return sum(int(part[:-1] or 1) * self.dims[part[-1]] for part in dim.split("+"))
+
+    def _common(self, prefix: str) -> dict[str, Any]:
+        return {
+            "norm": self.architecture.norm,
+            "norms": sorted(self.architecture.norms),
+            "eps": float(self.config["rms_norm_eps"]),
+            "biases": sorted(m for m in self.biased() if m.startswith(prefix)),
+        }
+
+    def _layer_type(self, layer: int) -> str | None:
+        types = self.config.get("layer_types")
+        return str(types[layer]) if types else None
+
+    def _rope(self, kind: str | None) -> dict[str, Any]:
+        rope = self.config[_NEW_ROPE]
+        rope = rope[kind] if kind in rope else rope
+        rope = {k: float(v) if type(v) is int else v for k, v in rope.items() if k != "type"}
+        rope.setdefault("partial_rotary_factor", 1.0)
+        if rope["rope_type"] == "default":
+            return {k: rope[k] for k in ("rope_type", "rope_theta", "partial_rotary_factor")}
+        if rope["rope_type"] not in _SELF_CONTAINED:
+            rope["max_position_embeddings"] = self.config["max_position_embeddings"]
+        return rope
+
+    def _read(self, config: dict[str, Any]) -> dict[str, Any]:
+        try:
+            read = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+            filled: dict[str, Any] = read.to_dict()
+        except Exception as error:  # the classes raise whatever comes up: KeyError, TypeError, their own
+            raise self._invalid(" ".join(str(error).split())) from None
+        return filled
+
+    def _dims(self) -> dict[str, int]:
+        config = self.config
+        wanted = {
+            "layers": config.get("num_hidden_layers"),
+            "heads": config.get("num_attention_heads"),
+            "key_heads": config.get("num_key_value_heads") or config.get("num_attention_heads"),
+            "H": config.get("hidden_size"),
+            "I": config.get("intermediate_size"),
+            "V": config.get("vocab_size"),
+        }
+        for name, value in wanted.items():
+            if type(value) is not int or not 0 < value < _LARGEST:
+                raise self._invalid(f"the number for {name} makes no sense: {value!r}")
+        dims: dict[str, int] = {name: value for name, value in wanted.items() if value is not None}
+        if dims["heads"] % dims["key_heads"]:
+            raise self._invalid(f"{dims['heads']} heads cannot share {dims['key_heads']} key-value heads")
+        dims["D"] = config.get("head_dim") or dims["H"] // dims["heads"]
+        dims["Q"], dims["K"] = dims["heads"] * dims["D"], dims["key_heads"] * dims["D"]
+        dims["E"] = config.get("num_local_experts") or 0
+        dims["M"] = config.get("moe_intermediate_size") or dims["I"]
+        types = config.get("layer_types")
+        if types and len(types) != dims["layers"]:
+            raise self._invalid(f"it lists {len(types)} layer types for {dims['layers']} layers")
+        return dims
+
+    def _require_one_rope(self, config: dict[str, Any]) -> None:
+        """Readers of either spelling of the rope must come to the same one."""
+        if config.get(_NEW_ROPE) is None or all(config.get(name) is None for name in _OLD_ROPE):
+            return
+        old = self._read({k: v for k, v in config.items() if k != _NEW_ROPE})[_NEW_ROPE]
+        new = self._read({k: v for k, v in config.items() if k not in _OLD_ROPE})[_NEW_ROPE]
+        if old != new:
+            raise self._invalid(f"{_NEW_ROPE} says {new}, but the older fields say {old}")
+
+    def _invalid(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"is no configuration that can be loaded: {reason}",
+            model=self.model,
+            file="config.json",
+            remedy="take the file from the model's source again, or correct it",
+            code="config-invalid",
+        )
