@@ -2,7 +2,7 @@
 
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.deploy.spec import deployment_spec, write_deployment
-from sandhi_core.export import read_manifest
+from sandhi_core.layout import read_manifest
 from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
 
 

@@ -22,9 +22,7 @@ def run(job: Job) -> Outcome:
         bench.store,
         bench.artifacts.directory("exports"),
     )
-    return Outcome(
-        record, {"export": str(bench.artifacts.root / record.export), "manifest": record.manifest}
-    )
+    return Outcome(record, {"export": str(bench.artifacts.root / record.export), "manifest": record.manifest})
 
 
 STAGE = StageAsset(

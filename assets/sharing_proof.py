@@ -3,9 +3,16 @@
 from pathlib import Path
 
 from assets.stage import Check, Job, Outcome, StageAsset
+from sandhi_core.cutoffs import tensors_at
 from sandhi_core.evaluation.evaluator import score_directory
-from sandhi_core.export import read_manifest
-from sandhi_core.records import Evaluation, HoldoutScore, MergedWeights, OperatingPoints, TaskResult
+from sandhi_core.records import (
+    Evaluation,
+    HoldoutScore,
+    MergedWeights,
+    OperatingPoints,
+    TaskResult,
+    Trajectory,
+)
 from sandhi_core.sharing import prove
 
 
@@ -13,18 +20,20 @@ def run(job: Job) -> Outcome:
     bench = job.bench
     pool = bench.catalogue.pools[job.key]
     entries = {entry.name: entry for entry in pool.models}
-    export = bench.artifacts.root / bench.artifacts.load(MergedWeights, "merged_weights", job.key).export
 
     def answers(model: str, directory: Path) -> dict[str, TaskResult]:
-        return score_directory(directory, entries[model], pool.evaluation, "holdout")
+        return score_directory(directory, entries[model], pool.evaluation, "holdout", bench.datasets)
 
     holdouts = bench.of_pool(HoldoutScore, "holdout", job.key)
+    trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
+    deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
     record = prove(
-        pool.name,
-        export,
-        read_manifest(export),
+        bench.artifacts.load(MergedWeights, "merged_weights", job.key),
+        bench.artifacts.root,
         bench.checkpoints(job.key),
-        bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed.savings,
+        bench.fingerprints(job.key),
+        {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()},
+        deployed.savings,
         {m: _scored(job, m, holdout.weights) for m, holdout in holdouts.items()},
         answers,
     )
@@ -40,7 +49,11 @@ def run(job: Job) -> Outcome:
             "questions compared": questions,
         },
         (
-            Check("exported_is_scored", record.passed, "; ".join(record.problems) or "every digest and answer equal"),
+            Check(
+                "exported_is_scored",
+                record.passed,
+                "; ".join(record.problems) or "every digest and answer equal",
+            ),
         ),
     )
 

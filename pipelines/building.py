@@ -19,7 +19,7 @@ from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, Sh
 def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     """Run what is stale of a pool and report it.
 
-    Raises PreflightError with all problems before anything is scored, BuildFailed where a stage failed.
+    Raises PreflightError with all problems before anything is scored, BuildError where a stage failed.
     """
     catalogue = load_catalogue([file])
     settings = Settings(file, root)

@@ -3,17 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from sandhi_core.preflight import check_model, check_pool
+
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import Problem, SandhiError
-from sandhi_core.evaluation.tasks import load_tasks
+from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import forecast
 from sandhi_core.graph import Catalogue
 from sandhi_core.pool import Pool
-from sandhi_core.preflight import check_model, check_pool
 from sandhi_core.records import Fingerprint, Split
-
-SPLITS: tuple[Split, ...] = ("profile", "search", "holdout")
 
 
 def check(file: Path, root: Path, *, deep: bool = True) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def check(file: Path, root: Path, *, deep: bool = True) -> dict[str, Any]:
     (pool,) = catalogue.pools.values()
     settings = Settings(file, root)
     problems, fingerprints = _models(pool, settings.artifacts().directory("scans"), deep)
-    task_problems, questions = _questions(pool)
+    task_problems, questions = _questions(pool, settings.artifacts().directory("datasets"))
     problems += task_problems
     problems += check_pool(pool, fingerprints, questions, root)
     problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
@@ -55,13 +54,13 @@ def _models(pool: Pool, scans: Path, deep: bool) -> tuple[list[Problem], dict[st
     return problems, fingerprints
 
 
-def _questions(pool: Pool) -> tuple[list[Problem], dict[str, dict[str, dict[Split, int]]]]:
+def _questions(pool: Pool, cache: Path) -> tuple[list[Problem], dict[str, dict[str, dict[Split, int]]]]:
     """Per model and task the number of questions of each split."""
     problems: list[Problem] = []
     questions: dict[str, dict[str, dict[Split, int]]] = {}
     for entry in pool.models:
         try:
-            suite = load_tasks(entry, pool.evaluation)
+            suite = load_tasks(entry, pool.evaluation, cache)
         except SandhiError as error:
             problems.append(error.problem)
             continue

@@ -15,9 +15,18 @@ from pipelines.settings import default_root
 from sandhi_core.errors import SandhiError, UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "check": ("say what is wrong with a pool and what building it would cost", "sandhi check pools/demo.yaml"),
-    "build": ("run every stage that is stale, as the Dagster jobs do", "sandhi build pools/demo.yaml --dry-run"),
-    "verify": ("hold an export to its manifest and deployment", "sandhi verify .sandhi/exports/demo/4f0c... --memory"),
+    "check": (
+        "say what is wrong with a pool and what building it would cost",
+        "sandhi check pools/demo.yaml",
+    ),
+    "build": (
+        "run every stage that is stale, as the Dagster jobs do",
+        "sandhi build pools/demo.yaml --dry-run",
+    ),
+    "verify": (
+        "hold an export to its manifest and deployment",
+        "sandhi verify .sandhi/exports/demo/4f0c... --memory",
+    ),
     "report": ("write the report of a pool that was built", "sandhi report pools/demo.yaml"),
     "schema": ("print the JSON schema of pool files", "sandhi schema > pool.schema.json"),
 }
@@ -37,17 +46,28 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("check", "build", "report"):
         added[name].add_argument("pool", type=Path, help="pool file (YAML)")
         added[name].add_argument(
-            "--root", type=Path, default=None, help="artifact root (default: SANDHI_HOME, or .sandhi in the checkout)"
+            "--root",
+            type=Path,
+            default=None,
+            help="artifact root (default: SANDHI_HOME, or .sandhi in the checkout)",
         )
     for name in ("check", "build", "verify", "report"):
         added[name].add_argument("--json", action="store_true", help="one JSON document on standard output")
-    added["build"].add_argument("--dry-run", action="store_true", help="say what is stale and what it costs; run nothing")
-    added["build"].add_argument("--regroup", action="store_true", help="form the groups anew, as the nightly rebuild does")
+    added["build"].add_argument(
+        "--dry-run", action="store_true", help="say what is stale and what it costs; run nothing"
+    )
+    added["build"].add_argument(
+        "--regroup", action="store_true", help="form the groups anew, as the nightly rebuild does"
+    )
     added["check"].add_argument(
-        "--headers-only", action="store_true", help="do not read weights (finds no NaN, no damaged tensor data)"
+        "--headers-only",
+        action="store_true",
+        help="do not read weights (finds no NaN, no damaged tensor data)",
     )
     added["verify"].add_argument("export", type=Path, help="directory that holds sandhi.json")
-    added["verify"].add_argument("--memory", action="store_true", help="also start processes and measure what they share")
+    added["verify"].add_argument(
+        "--memory", action="store_true", help="also start processes and measure what they share"
+    )
     return parser
 
 

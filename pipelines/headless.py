@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -19,7 +18,7 @@ from sandhi_core.errors import SandhiError
 from sandhi_core.graph import Catalogue, Node
 
 
-class BuildFailed(SandhiError):
+class BuildError(SandhiError):
     """A stage failed; the message is that stage's own."""
 
     code = "build"
@@ -32,7 +31,7 @@ class Built:
 
 
 def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regroup: bool = False) -> Built:
-    """Run what is stale, wave by wave. Raises BuildFailed at the first stage that fails.
+    """Run what is stale, wave by wave. Raises BuildError at the first stage that fails.
 
     `regroup` forms the groups anew, whatever they were.
     """
@@ -68,11 +67,11 @@ def _execute(
         raise_on_error=False,
     )
     if not result.success:
-        raise BuildFailed(_reason(result), remedy="mend it and build again: what is done is kept", **_about(run))
+        raise BuildError(_reason(result), remedy="mend it and build again: what is done is kept", **_about(run))
     made: Counter[str] = Counter()
     for event in result.get_asset_materialization_events():
         metadata = event.materialization.metadata
-        made[run.key.rpartition(".")[2]] += int(metadata["evaluations"].value or 0)
+        made[run.key.rpartition(".")[2]] += int(str(metadata["evaluations"].value))
     return made
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
-from sandhi_core.export import read_manifest
+from sandhi_core.layout import read_manifest
 from sandhi_core.records import (
     CutoffSet,
     Fingerprint,

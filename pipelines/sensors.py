@@ -1,6 +1,6 @@
 """Notices that a pool file, a task or a checkpoint changed, and starts exactly what the planner calls stale."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import dagster as dg
 
@@ -20,27 +20,30 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings) -> dg.SensorDefinit
         minimum_interval_seconds=30,
         description="Starts what is stale in any pool. Waits while something it started is still running.",
     )
-    def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterable[dg.RunRequest | dg.SkipReason]:
+    def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
         try:
             current = load_catalogue(settings.pool_files())
         except SandhiError as error:
             yield dg.SkipReason(str(error))
             return
         if any(current.keys(s.scope) != catalogue.keys(s.scope) for s in STAGES.values()):
-            yield dg.SkipReason("pool files name other models or pools than when this code location was loaded: reload it")
+            yield dg.SkipReason(
+                "pool files name other models or pools than when this code location was loaded: reload it"
+            )
             return
         frontier = Planner(current, settings.artifacts()).schedule().frontier
         if not frontier:
             yield dg.SkipReason("nothing is stale")
             return
         for run in runs(frontier):
+            wanted = frontier[run.stages[0], run.key]
             # The last materialisation is part of the key, because a run key is used once for ever and weights
             # that go from A to B and back to A must be rebuilt.
             last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
             yield dg.RunRequest(
                 job_name=run.job,
                 partition_key=run.key,
-                run_key=f"{run.stages[0]}:{run.key}:{frontier[run.stages[0], run.key]}:{last.storage_id if last else 0}",
+                run_key=":".join([run.stages[0], run.key, wanted, str(last.storage_id if last else 0)]),
                 asset_selection=[dg.AssetKey(stage) for stage in run.stages],
                 tags={"sandhi/pool": run.key.partition(".")[0]},
             )

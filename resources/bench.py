@@ -20,13 +20,12 @@ R = TypeVar("R", bound=Record)
 class Bench:
     """Opens things of one catalogue in one artifact root. `evaluated` is called after every fresh evaluation."""
 
-    def __init__(
-        self, catalogue: Catalogue, artifacts: Artifacts, evaluated: Callable[[str, float], None]
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, artifacts: Artifacts, evaluated: Callable[[str, float], None]) -> None:
         self.catalogue = catalogue
         self.artifacts = artifacts
         self.store = Store(artifacts.directory("store"))
         self.scans = artifacts.directory("scans")
+        self.datasets = artifacts.directory("datasets")
         self._evaluated = evaluated
 
     def fingerprint(self, model: str) -> Fingerprint:
@@ -57,7 +56,8 @@ class Bench:
             entry,
             pool.evaluation,
             ScoreLog(self.artifacts.directory("scores") / f"{entry.name}.jsonl"),
-            evaluated=lambda seconds: self._evaluated(entry.name, seconds),
+            self.datasets,
+            lambda seconds: self._evaluated(entry.name, seconds),
         )
 
     def shared_tensors(self) -> SharedTensors:

@@ -2,15 +2,16 @@
 
 Every tensor must be accounted for: a projection (a slot), an expert (private), an embedding, head, norm or
 bias, or a known buffer. One that is unknown or missing would be silently dropped or silently random in some
-loader, so it is an error. Owners' names are kept, with or without `model.` in front (a save of the base class).
+loader, so it is an error. Owners' names are kept, with or without `model.` in front (as a save of the base
+class has them).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sandhi_core.architectures import ORDER
+from sandhi_core.architectures import ORDER, Experts, Matrix
 from sandhi_core.checkpoint import refuse
 from sandhi_core.errors import CheckpointError, Problem
 from sandhi_core.meaning import Meaning
@@ -141,17 +142,98 @@ def _compare_head(reading: _Reading, headers: Mapping[str, HeaderEntry], digests
 def _read(meaning: Meaning, headers: Mapping[str, HeaderEntry]) -> _Reading:
     reading = _Reading(meaning)
     prefix = "model." if any(name.startswith("model.") for name in headers) else ""
-    if not any(name.startswith(f"{prefix}layers.") for name in headers):
-        first = next(iter(headers), "none")
-        reading.report("tensor-unknown", "no tensor has a name of this model type", _RESAVE, first)
+    present = {int(m[1]) for n in headers if (m := _LAYER.match(n.removeprefix(prefix)))}
+    present &= set(range(meaning.layers))
+    if not present:
+        model_type = meaning.config["model_type"]
+        message = f"no tensor has a name that a {model_type} model's layers have; this is the first"
+        reading.report("tensor-unknown", message, _RESAVE, next(iter(headers), "none"))
         return reading
-    present = {int(m[1]) for name in headers if (m := _LAYER.match(name.removeprefix(prefix)))}
-    absent = [layer for layer in range(meaning.layers) if layer not in present]
-    if absent:
-        which = f"layers {', '.join(map(str, absent[:8]))}{' and more' * (len(absent) > 8)}"
-        message = f"no tensor of {which} is there, but config.json says {meaning.layers} layers"
-        reading.report("tensor-missing", message, _RESAVE, f"{prefix}layers.{absent[0]}.")
-    wanted: dict[str, _Wanted] = dict(_outside_layers(meaning, prefix, HEAD in headers))
-    for layer in sorted(present - set(range(meaning.layers), ) ^ present):
+    if absent := sorted(set(range(meaning.layers)) - present):
+        message = f"config.json says {meaning.layers} layers; of {_some(absent)} there is no tensor"
+        reading.report("tensor-missing", message, _RESAVE, f"{prefix}layers.{absent[0]}")
+    wanted = dict(_outside_layers(meaning, prefix, HEAD in headers))
+    for layer in sorted(present):
         wanted |= _layer(meaning, layer, f"{prefix}layers.{layer}.", headers)
+    for name, want in wanted.items():
+        _compare(reading, name, want, headers.get(name))
+    for name, header in headers.items():
+        if name not in wanted and not _BUFFER.fullmatch(name):
+            reading.report("tensor-unknown", _why_unknown(meaning, name, prefix), _RESAVE, name, header.file)
     return reading
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def _outside_layers(meaning: Meaning, prefix: str, has_head: bool) -> Iterator[tuple[str, _Wanted]]:
+    table = (meaning.size("V"), meaning.size("H"))
+    yield f"{prefix}{EMBEDDING}", _Wanted(table)
+    yield f"{prefix}{FINAL_NORM}", _Wanted((meaning.size("H"),))
+    if has_head or not meaning.tied:
+        yield HEAD, _Wanted(table)
+
+
+def _layer(
+    meaning: Meaning, layer: int, prefix: str, headers: Mapping[str, HeaderEntry]
+) -> dict[str, _Wanted]:
+    """The tensors of one layer by name."""
+    architecture, biased = meaning.architecture, meaning.biased()
+    wanted = {f"{prefix}{m}.weight": _Wanted(_shape(meaning, dims)) for m, dims in architecture.norms.items()}
+    parts: list[tuple[Component, Mapping[str, Matrix]]] = [("attn", architecture.attention)]
+    if meaning.has_experts(layer):
+        wanted |= _experts(meaning, prefix, headers)
+    else:
+        parts.append(("mlp", architecture.mlp))
+    for component, modules in parts:
+        for module, (projection, *dims) in modules.items():
+            shape = _shape(meaning, dims)
+            wanted[f"{prefix}{module}.weight"] = _Wanted(shape, layer, projection, component)
+            if module in biased:
+                wanted[f"{prefix}{module}.bias"] = _Wanted(shape[:1])
+    return wanted
+
+
+def _experts(meaning: Meaning, prefix: str, headers: Mapping[str, HeaderEntry]) -> dict[str, _Wanted]:
+    """A layer's experts, as the file stores them: one by one or stacked."""
+    ways = [_stored(meaning, prefix, experts) for experts in meaning.architecture.experts]
+    return next((way for way in ways if all(n in headers for n in way)), ways[0])
+
+
+def _stored(meaning: Meaning, prefix: str, experts: Experts) -> dict[str, _Wanted]:
+    tensors: dict[str, Sequence[str]] = {f"{experts.router}.weight": ("E", "H")}
+    for module, dims in experts.separate.items():
+        tensors |= {f"{module.format(n)}.weight": dims for n in range(meaning.dims["E"])}
+    tensors |= experts.stacked
+    return {f"{prefix}{n}": _Wanted(_shape(meaning, dims), private=True) for n, dims in tensors.items()}
+
+
+def _shape(meaning: Meaning, dims: Sequence[str]) -> tuple[int, ...]:
+    return tuple(meaning.size(dim) for dim in dims)
+
+
+def _compare(reading: _Reading, name: str, want: _Wanted, header: HeaderEntry | None) -> None:
+    if header is None:
+        untied = " (config.json does not tie it to the embeddings)" if name == HEAD else ""
+        reading.report("tensor-missing", f"is missing{untied}: loaders would make it up", _RESAVE, name)
+        return
+    if header.shape != want.shape:
+        message = f"has shape {header.shape}, but config.json asks for {want.shape}"
+        remedy = "use the config.json that belongs to these weights"
+        reading.report("tensor-shape", message, remedy, name, header.file)
+    if header.dtype not in DTYPE_BYTES:
+        message = f"has dtype {header.dtype}; only unquantised weights can be averaged"
+        remedy = f"use the unquantised checkpoint ({', '.join(DTYPE_BYTES)})"
+        reading.report("quantised", message, remedy, name, header.file)
+    reading.found[name] = want
+
+
+def _why_unknown(meaning: Meaning, name: str, prefix: str) -> str:
+    model_type = meaning.config["model_type"]
+    layer = _LAYER.match(name.removeprefix(prefix))
+    if layer and int(layer[1]) >= meaning.layers:
+        return f"is of layer {int(layer[1])}, but config.json says {meaning.layers} layers"
+    if name.endswith(".bias"):
+        return f"is a bias that a {model_type} model with this config.json does not have"
+    return f"is no tensor that a {model_type} model with this config.json has: loaders would drop it"

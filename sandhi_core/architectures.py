@@ -1,4 +1,4 @@
-"""What each supported architecture is made of, as data: modules of a decoder layer, their shapes, their biases.
+"""What each supported architecture is made of, as data: modules of a decoder layer, shapes, biases.
 
 A dimension is a letter (or a product of one): H hidden size, I width of the MLP, Q and K all query and all
 key heads together, D one head, V vocabulary, E experts, M width of an expert. A fused matrix stays one
@@ -26,8 +26,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder layer. `biases` lists modules with a bias, under the configuration's flag for them (None: always
-    there). `norm` tells apart norms that scale by w and by 1 + w."""
+    """A decoder layer. `biases` lists modules with a bias, under the configuration's flag for them (None:
+    always there). `norm` tells apart norms that scale by w and by 1 + w."""
 
     attention: Mapping[str, Matrix]
     mlp: Mapping[str, Matrix]

@@ -2,6 +2,7 @@
 
     records/STAGE/KEY.json    what a stage gave, with the fingerprint of what it was made from
     scores/MODEL.jsonl        every evaluation ever made (evaluation.scorelog)
+    datasets/                 what the datasets library makes of local task data
     scans/                    digests and statistics of weight files, by file identity (scan)
     store/                    shared tensors by digest (store)
     exports/POOL/ID/          exported checkpoints with their manifest (export)

@@ -9,7 +9,7 @@ from sandhi_core.architecture import group_key
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import PoolError, SandhiError
-from sandhi_core.evaluation.tasks import task_identity
+from sandhi_core.evaluation.taskfiles import task_identity
 from sandhi_core.graph import Catalogue, Node, Schedule, own_inputs, schedule
 from sandhi_core.pool import ModelEntry, Pool, load_pool
 
@@ -21,7 +21,9 @@ def load_catalogue(files: Iterable[Path]) -> Catalogue:
         pool = load_pool(file)
         if pool.name in pools:
             raise PoolError(
-                f"two pool files define a pool named {pool.name!r}", file=str(file), remedy="rename one of them"
+                f"two pool files define a pool named {pool.name!r}",
+                file=str(file),
+                remedy="rename one of them",
             )
         pools[pool.name] = pool
     entries = {entry.name: entry for pool in pools.values() for entry in pool.models}

@@ -2,14 +2,20 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
 
 # How often a stage reads the whole checkpoint of a model it is about.
-READS = {"checkpoint": 1, "profile": 1, "trajectory": 1, "holdout": 1, "merged_weights": 1, "sharing_proof": 2}
+READS = {
+    "checkpoint": 1,
+    "profile": 1,
+    "trajectory": 1,
+    "holdout": 1,
+    "merged_weights": 1,
+    "sharing_proof": 2,
+}
 
 
 class CompatibleModels(Record):
@@ -49,7 +55,10 @@ def forecast(
             partners[slot.key, slot.layer].append(slot)
     shared = {place: slots for place, slots in partners.items() if len(slots) > 1}
     # A component is walked where at least one of its projections has a partner.
-    steps = {m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared} for m, f in fingerprints.items()}
+    steps = {
+        m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared}
+        for m, f in fingerprints.items()
+    }
     evaluations = read = written = 0
     for stage, key in stale:
         models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
@@ -62,14 +71,19 @@ def forecast(
             read += sum(s.nbytes for s in slots)
             written += sum(place[0].nbytes for place in shared.values() if place[0].model in models)
     groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
-    alone = {m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()}
+    alone = {
+        m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()
+    }
     return Forecast(
         evaluations=evaluations,
         bytes_read=read,
         bytes_written=written,
         groups=groups,
         excluded=tuple(
-            Excluded(model=m, slots=n, reason=reason) for m, reasons in alone.items() for reason, n in reasons.items() if reason
+            Excluded(model=m, slots=n, reason=reason)
+            for m, reasons in alone.items()
+            for reason, n in reasons.items()
+            if reason
         ),
     )
 

@@ -24,7 +24,9 @@ class Stage:
 
     scope: Scope
     version: int
-    per_model: tuple[str, ...] = ()  # upstream stages read for the node's own model, or every member of its pool or group
+    per_model: tuple[
+        str, ...
+    ] = ()  # upstream stages read for the node's own model, or every member of its pool or group
     per_pool: tuple[str, ...] = ()  # upstream stages read once: the node's group or pool
 
 
@@ -125,7 +127,10 @@ def evaluation_inputs(pool: Pool) -> dict[str, Any]:
 
 
 def own_inputs(
-    catalogue: Catalogue, node: Node, identity: Callable[[Pool, ModelEntry], Any], tasks: Callable[[Pool, ModelEntry], Any]
+    catalogue: Catalogue,
+    node: Node,
+    identity: Callable[[Pool, ModelEntry], Any],
+    tasks: Callable[[Pool, ModelEntry], Any],
 ) -> Any:
     """What a node depends on besides its upstreams, as plain JSON.
 
@@ -167,7 +172,10 @@ def _pool_inputs(pool: Pool, stage: str, tasks: Callable[[Pool, ModelEntry], Any
         case "operating_points":
             return {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models}
         case "sharing_proof":
-            return {"evaluation": evaluation_inputs(pool), "tasks": {m.name: tasks(pool, m) for m in pool.models}}
+            return {
+                "evaluation": evaluation_inputs(pool),
+                "tasks": {m.name: tasks(pool, m) for m in pool.models},
+            }
         case "deployment":
             return {"deploy": pool.deploy.model_dump(mode="json")}
         case _:

@@ -15,12 +15,13 @@ from sandhi_core.errors import CheckpointError
 _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 _NEW_ROPE = "rope_parameters"
 _SELF_CONTAINED = ("default", "linear", "llama3")  # ropes that do not depend on the longest context
-_LARGEST = 1 << 24  # of any dimension: beyond it a configuration is damaged, not large
+_LARGEST = 1 << 24  # beyond it a dimension is damaged, not large
+_MOST = 4096  # likewise for the number of layers or of a layer's experts
 
 
 class Meaning:
-    """A configuration with defaults filled in. Raises CheckpointError where the model type is not supported or
-    the configuration contradicts itself."""
+    """A configuration with defaults filled in. Raises CheckpointError where the model type is not supported
+    or the configuration contradicts itself."""
 
     def __init__(self, model: str, config: dict[str, Any]) -> None:
         model_type = config.get("model_type")
@@ -70,7 +71,7 @@ class Meaning:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer's MLP is a set of experts."""
-        step = self.config.get("decoder_sparse_step", 1)
+        step = self.config.get("decoder_sparse_step") or 1
         dense = layer in self.config.get("mlp_only_layers", ()) or (layer + 1) % step
         return bool(self.architecture.experts) and self.dims["E"] > 0 and not dense
 
@@ -92,7 +93,7 @@ class Meaning:
 
     def _rope(self, kind: str | None) -> dict[str, Any]:
         rope = self.config[_NEW_ROPE]
-        rope = rope[kind] if kind in rope else rope
+        rope = rope.get(kind, rope)  # gemma3_text has one for each kind of layer
         rope = {k: float(v) if type(v) is int else v for k, v in rope.items() if k != "type"}
         rope.setdefault("partial_rotary_factor", 1.0)
         if rope["rope_type"] == "default":
@@ -111,28 +112,30 @@ class Meaning:
 
     def _dims(self) -> dict[str, int]:
         config = self.config
-        wanted = {
-            "layers": config.get("num_hidden_layers"),
-            "heads": config.get("num_attention_heads"),
-            "key_heads": config.get("num_key_value_heads") or config.get("num_attention_heads"),
-            "H": config.get("hidden_size"),
-            "I": config.get("intermediate_size"),
-            "V": config.get("vocab_size"),
+        heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+        dims = {
+            "layers": self._number("num_hidden_layers", config.get("num_hidden_layers"), _MOST),
+            "heads": self._number("num_attention_heads", heads),
+            "key_heads": self._number("num_key_value_heads", config.get("num_key_value_heads") or heads),
+            "H": self._number("hidden_size", hidden),
+            "I": self._number("intermediate_size", config.get("intermediate_size")),
+            "V": self._number("vocab_size", config.get("vocab_size")),
+            "E": self._number("num_local_experts", config.get("num_local_experts", 0), _MOST, 0),
         }
-        for name, value in wanted.items():
-            if type(value) is not int or not 0 < value < _LARGEST:
-                raise self._invalid(f"the number for {name} makes no sense: {value!r}")
-        dims: dict[str, int] = {name: value for name, value in wanted.items() if value is not None}
+        dims["D"] = self._number("head_dim", config.get("head_dim") or dims["H"] // dims["heads"])
+        dims["M"] = self._number("moe_intermediate_size", config.get("moe_intermediate_size") or dims["I"])
+        dims["Q"], dims["K"] = dims["heads"] * dims["D"], dims["key_heads"] * dims["D"]
         if dims["heads"] % dims["key_heads"]:
             raise self._invalid(f"{dims['heads']} heads cannot share {dims['key_heads']} key-value heads")
-        dims["D"] = config.get("head_dim") or dims["H"] // dims["heads"]
-        dims["Q"], dims["K"] = dims["heads"] * dims["D"], dims["key_heads"] * dims["D"]
-        dims["E"] = config.get("num_local_experts") or 0
-        dims["M"] = config.get("moe_intermediate_size") or dims["I"]
         types = config.get("layer_types")
         if types and len(types) != dims["layers"]:
             raise self._invalid(f"it lists {len(types)} layer types for {dims['layers']} layers")
         return dims
+
+    def _number(self, name: str, value: Any, largest: int = _LARGEST, smallest: int = 1) -> int:
+        if type(value) is not int or not smallest <= value <= largest:
+            raise self._invalid(f"{name} cannot be {value!r}")
+        return value
 
     def _require_one_rope(self, config: dict[str, Any]) -> None:
         """Readers of either spelling of the rope must come to the same one."""

@@ -32,7 +32,9 @@ class SharedTensors:
         if known is not None:
             return known
         opened = [self._opened(c.model) for c in recipe.contributors]
-        tensors = [_checked(checkpoint, c) for (checkpoint, _), c in zip(opened, recipe.contributors, strict=True)]
+        tensors = [
+            _checked(checkpoint, c) for (checkpoint, _), c in zip(opened, recipe.contributors, strict=True)
+        ]
         rows: list[RowStatistics] | None = None
         if recipe.rescale == "common":
             pairs = zip(opened, recipe.contributors, strict=True)

@@ -85,8 +85,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_over(dtype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
-    """A tensor over read-only bytes, without a copy; a stray write into a mapping is a segmentation fault. The
-    tensor keeps `raw`, and with it the mapping, alive.
+    """A tensor over read-only bytes, without a copy; a stray write into a mapping is a segmentation fault.
+    The tensor keeps `raw`, and with it the mapping, alive.
 
     torch warns about every read-only buffer, whence the detour over the address.
     """

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandhi_core import memory
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.disk import DiskCheck, verify_disk
 from sandhi_core.layout import read_manifest, shards
+from sandhi_core.memory import ENGINE, PAGE, compare, measure
 from sandhi_core.records import (
     Evaluation,
     Fingerprint,
@@ -44,7 +44,7 @@ def prove(
     savings: Savings,
     expected: Mapping[str, Evaluation],
     answers: Answers,
-    compare: Callable[[Mapping[str, Path], Mapping[str, Path]], MemoryComparison] = memory.compare,
+    compared_by: Callable[[Mapping[str, Path], Mapping[str, Path]], MemoryComparison] = compare,
 ) -> SharingProof:
     """Prove the export `merged` below the artifact root; all mappings by model name.
 
@@ -65,7 +65,7 @@ def prove(
         exported = {name: export_root / model.directory for name, model in manifest.models.items()}
         for name, directory in exported.items():
             checked[name], equal[name] = _same_answers(expected[name], answers(name, directory))
-        compared = compare({name: c.directory for name, c in checkpoints.items()}, exported)
+        compared = compared_by({name: c.directory for name, c in checkpoints.items()}, exported)
         problems += _wrong_answers(checked, equal)
         problems += _not_saved(savings.net, verified_disk, compared.saved, manifest)
     return SharingProof(
@@ -140,16 +140,16 @@ def _not_saved(claimed: int, on_disk: int, in_memory: int, manifest: Manifest) -
             "several names is shared: keep the artifact root on one file system with hard links)"
         )
     files = sum(len(shards(model)) for model in manifest.models.values())
-    slack = 2 * memory.PAGE * files  # a file's first and last page are mapped whole
+    slack = 2 * PAGE * files  # a file's first and last page are mapped whole
     if in_memory < MEMORY_SHARE * claimed - slack:
         yield f"{claimed} bytes are claimed, processes that load the export save {in_memory}"
 
 
 def verify(
-    export_root: Path, manifest: str | None = None, with_memory: bool = False
+    export_root: Path, manifest: str | None = None, memory: bool = False
 ) -> tuple[dict[str, Any], bool]:
     """Check an export as it lies there, and whether all is well. `manifest` is the digest that a deployment
-    speaks of; without it the directory's own name must be the manifest's. With `with_memory`, processes load
+    speaks of; without it the directory's own name must be the manifest's. With `memory`, processes load
     the models and the table says what they save against each holding its files alone.
 
     Raises ProofError where there is no manifest, or where a sound export cannot be loaded.
@@ -171,7 +171,7 @@ def verify(
         "memory": None,
         "problems": problems,
     }
-    if with_memory and not problems:
+    if memory and not problems:
         table["memory"] = _loaded({n: export_root / m.directory for n, m in found.models.items()})
     return table, not problems
 
@@ -189,9 +189,9 @@ _KINDS = ("private", "duplicate", "merged")
 
 
 def _loaded(directories: Mapping[str, Path]) -> dict[str, Any]:
-    processes = memory.measure(directories)
+    processes = measure(directories)
     return {
-        "engine": memory.ENGINE,
+        "engine": ENGINE,
         "processes": {p.model: p.model_dump(exclude={"model"}) for p in processes},
         "saved": sum(p.rss - p.pss for p in processes),
     }

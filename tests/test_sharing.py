@@ -5,8 +5,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sandhi_core import memory
+from sandhi_core import sharing
 from sandhi_core.errors import ProofError
+from sandhi_core.memory import PAGE
 from sandhi_core.records import (
     Evaluation,
     MemoryComparison,
@@ -102,7 +103,7 @@ def test_a_sound_export_is_proved_with_real_processes(case: Case, expected: dict
     assert proof.problems == () and proof.passed
     assert proof.claimed == proof.verified_disk == counted.net == 3 * 256 * 128 * 4 + 64 * 128 * 4
     # pages: each of the four shards in their seven places may map one page more than its data
-    assert abs(proof.verified_memory - proof.claimed) <= 7 * memory.PAGE
+    assert abs(proof.verified_memory - proof.claimed) <= 7 * PAGE
     assert proof.verified_memory > MEMORY_SHARE * proof.claimed
     assert proof.questions_checked == proof.questions_equal == dict.fromkeys(MODELS, 6)
     assert proof.tensors_checked == sum(len(f.tensors) for f in case.fingerprints.values())
@@ -195,7 +196,7 @@ def test_more_claimed_than_the_files_save_fails(case: Case, expected: dict[str, 
 
 def test_less_saved_in_memory_than_claimed_fails(case: Case, expected: dict[str, Evaluation]) -> None:
     claimed = savings(case.tensors, case.fingerprints).net
-    slack = 2 * memory.PAGE * 10  # three private shards and seven shared ones
+    slack = 2 * PAGE * 10  # three private shards and seven shared ones
     least = int(MEMORY_SHARE * claimed) + 1 - slack
     assert least > claimed // 2
     assert proof_of(case, expected, in_memory=least).passed
@@ -230,8 +231,8 @@ def test_verify_measures_processes(case: Case, monkeypatch: pytest.MonkeyPatch) 
         assert directories == {name: root / name for name in MODELS}
         return tuple(ProcessMemory(model=name, pss=pss, **sizes) for pss, name in enumerate(MODELS, 5))
 
-    monkeypatch.setattr(memory, "measure", measure)
-    table, ok = verify(root, with_memory=True)
+    monkeypatch.setattr(sharing, "measure", measure)
+    table, ok = verify(root, memory=True)
     assert ok
     assert table["memory"]["processes"]["single"] == sizes | {"pss": 6}
     assert table["memory"]["saved"] == 30 - (5 + 6 + 7)

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ("sandhi_core", "resources", "assets", "pipelines")  # each may import itself and what stands before it
+LAYERS = (
+    "sandhi_core",
+    "resources",
+    "assets",
+    "pipelines",
+)  # each may import itself and what stands before it
 
 
 def imported(file: Path) -> set[str]:
@@ -33,16 +38,31 @@ def test_imports_go_one_way(layer: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "pipelines.cli"])
+@pytest.mark.parametrize(
+    "module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "pipelines.cli"]
+)
 def test_light_modules_do_not_load_heavy_ones(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
+    code = (
+        f"import sys, {module}; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.slow
 def test_the_wheel_holds_the_core_only(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}

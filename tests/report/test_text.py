@@ -15,9 +15,16 @@ PLAN = {
     "excluded": [{"model": "roman", "slots": 28, "reason": "no other model agrees"}],
 }
 TASK = {
-    "task": "sort[red]words[/red]", "metric": "acc", "budget": 0.02, "original": 0.959, "merged": 0.948, "low": -0.019,
-    "high": 0.003, "within_budget": True, "certified": False,
-}  # fmt: skip
+    "task": "sort[red]words[/red]",
+    "metric": "acc",
+    "budget": 0.02,
+    "original": 0.959,
+    "merged": 0.948,
+    "low": -0.019,
+    "high": 0.003,
+    "within_budget": True,
+    "certified": False,
+}
 
 
 def build_document(**changes: Any) -> dict[str, Any]:
@@ -29,18 +36,31 @@ def build_document(**changes: Any) -> dict[str, Any]:
             "demo": {
                 "point": "deployed",
                 "models": {"sorter": {**task, "tasks": [task, task | {"task": "second"}]}},
-                "bytes": {"checkpoints": 1000, "duplicates": 100, "claimed": 500, "verified_disk": 500, "verified_memory": 480},
+                "bytes": {
+                    "checkpoints": 1000,
+                    "duplicates": 100,
+                    "claimed": 500,
+                    "verified_disk": 500,
+                    "verified_memory": 480,
+                },
                 "export": "/root/exports/demo/0123",
                 "report": "/root/reports/demo/report.html",
                 "deployment": "/root/exports/demo/0123/deployment.json",
             }
         },
-    }  # fmt: skip
+    }
 
 
 def problem(severity: Any) -> dict[str, Any]:
-    found = Problem(code="non-finite", severity=severity, model="[bold]sorter", file="a.safetensors", tensor="q",
-                    message="row 3 holds NaN", remedy="train it again")  # fmt: skip
+    found = Problem(
+        code="non-finite",
+        severity=severity,
+        model="[bold]sorter",
+        file="a.safetensors",
+        tensor="q",
+        message="row 3 holds NaN",
+        remedy="train it again",
+    )
     return found.model_dump(mode="json")
 
 
@@ -107,9 +127,16 @@ def verify_table(**changes: Any) -> dict[str, Any]:
     part = {"tensors": 3, "bytes": 3 * 2**10}
     row = {"weights": "w", "linked": "hardlink", "private": part, "duplicate": part, "merged": part}
     return {
-        "export": "/e", "manifest": "ab", "pool": "demo", "point": "deployed", "models": {"sorter": row, "ranker": row},
-        "tensors_checked": 18, "bytes": {"models": 4000, "distinct": 3000, "shared": 1000}, "memory": None, "problems": [],
-    } | changes  # fmt: skip
+        "export": "/e",
+        "manifest": "ab",
+        "pool": "demo",
+        "point": "deployed",
+        "models": {"sorter": row, "ranker": row},
+        "tensors_checked": 18,
+        "bytes": {"models": 4000, "distinct": 3000, "shared": 1000},
+        "memory": None,
+        "problems": [],
+    } | changes
 
 
 def test_verify_of_a_sound_export(capsys: pytest.CaptureFixture[str]) -> None:
