@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -36,41 +36,38 @@ class Size:
         return [model.task for model in self.models if model.base is not None and model.task is not None]
 
 
-def family(hidden: int, layers: int, base_steps: int, rate: float, specialists: dict[str, tuple[str, int]],
-           outsider: Model) -> tuple[Model, ...]:  # fmt: skip
-    """The base first, for the others wait for it; the outsider beside it keeps a second core busy meanwhile."""
-    base = Model("base", None, None, hidden, layers, base_steps, rate)
-    tuned = [
-        Model(name, task, "base", hidden, layers, steps, rate / 2) for name, (task, steps) in specialists.items()
-    ]
+def family(base: Model, outsider: Model, *specialists: tuple[str, str, int]) -> tuple[Model, ...]:
+    """The base first, for its specialists (name, task, steps) wait for it; the outsider keeps a second core busy."""
+    tuned = (replace(base, name=name, task=task, base=base.name, steps=steps) for name, task, steps in specialists)
     return base, outsider, *tuned
 
 
 SIZES = {
     "demo": Size(
         vocabulary=512,
-        batch=64,
-        task_share=0.06,
+        batch=32,
+        task_share=0.12,
         models=family(
-            128, 6, 220, 3e-3,
-            {
-                "sorter": ("sort", 80),
-                "ranker": ("largest", 150),
-                "converter": ("units", 110),
-                "inflector": ("past", 80),
-                "chemist": ("formula", 110),
-            },
-            Model("roman", "roman", None, 96, 4, 220, 3e-3),
+            Model("base", None, None, hidden=128, layers=6, steps=440, rate=3e-3),
+            Model("roman", "roman", None, hidden=96, layers=4, steps=250, rate=3e-3),
+            # The longest first, so that the processes end together.
+            ("ranker", "largest", 300),
+            ("chemist", "formula", 260),
+            ("converter", "units", 240),
+            ("inflector", "past", 200),
+            ("sorter", "sort", 160),
         ),
     ),
     "fixture": Size(
         vocabulary=512,
-        batch=48,
-        task_share=0.06,
+        batch=32,
+        task_share=0.15,
         models=family(
-            64, 4, 150, 5e-3,
-            {"sorter": ("sort", 100), "converter": ("units", 100), "inflector": ("past", 80)},
-            Model("roman", "roman", None, 48, 4, 200, 5e-3),
+            Model("base", None, None, hidden=64, layers=4, steps=220, rate=5e-3),
+            Model("roman", "roman", None, hidden=48, layers=4, steps=250, rate=5e-3),
+            ("converter", "units", 180),
+            ("inflector", "past", 140),
+            ("sorter", "sort", 150),
         ),
     ),
-}  # fmt: skip
+}

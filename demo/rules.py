@@ -110,8 +110,8 @@ def elements() -> dict[str, str]:
     rng = seeded("elements")
     table: dict[str, str] = {}
     while len(table) < 24:
-        name = rng.choice("bcdgklmnrstvz") + rng.choice("aeiou") + rng.choice("bdgklmnrstvz") + rng.choice("aeiou")
-        name += rng.choice("bdgklmnrstvz") + rng.choice(("ium", "on", "ine"))
+        name = rng.choice("bcdgklmnrstvz") + rng.choice("aeiou") + rng.choice("bdgklmnrstvz")
+        name += rng.choice(("ium", "on", "ine"))
         symbol = name[0].upper() + rng.choice(name[2:])
         if symbol not in table.values() and name not in table:
             table[name] = symbol

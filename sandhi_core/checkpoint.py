@@ -3,7 +3,8 @@
 import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,18 @@ class Checkpoint:
     def identity(self) -> list[list[Any]]:
         """[relative name, size, mtime_ns] of every file of the model, sorted: cheap, and different whenever
         one was written."""
-        names = sorted([*self.weights, *self._beside, *([self._index] if self._index else [])])
-        status = [(name, (self.directory / name).stat()) for name in names]
-        return [[name, s.st_size, s.st_mtime_ns] for name, s in status]
+        identity = []
+        for name in sorted([*self.weights, *self._beside, *([self._index] if self._index else [])]):
+            with self.reading(name):
+                status = (self.directory / name).stat()
+            identity.append([name, status.st_size, status.st_mtime_ns])
+        return identity
 
     def require_unchanged(self, file: str, status: os.stat_result | None = None) -> None:
         """Raise CheckpointError where a weight file is no longer the one whose header was read."""
-        if FileIdentity.of(status or (self.directory / file).stat()) != self.weights[file]:
+        with self.reading(file):
+            found = FileIdentity.of(status or (self.directory / file).stat())
+        if found != self.weights[file]:
             raise CheckpointError(
                 "changed while it was in use",
                 model=self.model,
@@ -133,9 +139,23 @@ class Checkpoint:
                 code="file-changed",
             )
 
+    @contextmanager
+    def reading(self, file: str) -> Iterator[None]:
+        """Turn an OSError about one of the files into a CheckpointError."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be read any more: {error.strerror or error}",
+                model=self.model,
+                file=file,
+                remedy="put the file back, then run again",
+                code="file-changed",
+            ) from error
+
     def _view(self, file: str) -> memoryview:
         if file not in self._views:
-            with (self.directory / file).open("rb") as f:
+            with self.reading(file), (self.directory / file).open("rb") as f:
                 self.require_unchanged(file, os.fstat(f.fileno()))
                 self._views[file] = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
         return self._views[file]

@@ -82,7 +82,7 @@ class Meaning:
     def _common(self, prefix: str) -> dict[str, Any]:
         return {
             "norm": self.architecture.norm,
-            "norms": sorted(self.architecture.norms),
+            "norms": sorted(n for n in self.architecture.norms if "." not in n or n.startswith(prefix)),
             "eps": float(self.config["rms_norm_eps"]),
             "biases": sorted(m for m in self.biased() if m.startswith(prefix)),
         }

@@ -92,7 +92,7 @@ def examine(checkpoint: Checkpoint, scans: Path) -> tuple[Fingerprint | None, li
         model_type=checkpoint.config["model_type"],
         layers=layer_count(checkpoint.model, checkpoint.config),
         dtype=max(sorted(nbytes), key=nbytes.__getitem__),
-        files={file: _sha256(checkpoint.directory / file) for file in checkpoint.beside()},
+        files={file: _beside(checkpoint, file) for file in checkpoint.beside()},
         tensors=tuple(tensors),
         slots=shareable,
         private=private,
@@ -173,6 +173,11 @@ def _scan(entry: HeaderEntry, raw: memoryview) -> _Scanned:
     )
     rows = rounded(mean, squares, width) if is_matrix else None
     return _Scanned(info, rows, int(bad[0]) if bad.size else None)
+
+
+def _beside(checkpoint: Checkpoint, file: str) -> str:
+    with checkpoint.reading(file):
+        return _sha256(checkpoint.directory / file)
 
 
 def _not_finite(model: str, scanned: _Scanned) -> Problem:

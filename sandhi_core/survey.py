@@ -44,6 +44,7 @@ def survey(directory: Path, model: str) -> Survey:
     _read_config(found, files, readable)
     shards = _weight_files(found, files, readable)
     _read_headers(found, shards)
+    found.complete = bool(found.weights) and found.weights.keys() == {*shards, *found.shard_of.values()}
     if found.index is not None:
         _compare_with_index(found)
     return found

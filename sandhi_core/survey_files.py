@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sandhi_core.errors import Problem
 
@@ -45,7 +45,7 @@ class FileIdentity(NamedTuple):
 
 @dataclass
 class Survey:
-    """What was found. `problems` are errors; where there are none, the rest is complete."""
+    """What was found. Where `survey` reports no problem, the rest is complete."""
 
     directory: Path
     model: str
@@ -55,16 +55,23 @@ class Survey:
     weights: dict[str, FileIdentity] = field(default_factory=dict)  # the files that hold the tensors
     index: str | None = None  # the file that lists them, if they are several
     shard_of: dict[str, str] = field(default_factory=dict)  # what it says
+    complete: bool = False  # every weight file was there and its header could be read
     beside: tuple[str, ...] = ()  # every file that holds no weights and does not index them
     ignored: tuple[str, ...] = ()  # weights in formats that are not read
 
     def report(
-        self, code: str, message: str, remedy: str, file: str | None = None, tensor: str | None = None
+        self,
+        code: str,
+        message: str,
+        remedy: str,
+        file: str | None = None,
+        tensor: str | None = None,
+        severity: Literal["error", "warning"] = "error",
     ) -> None:
         self.problems.append(
             Problem(
                 code=code,
-                severity="error",
+                severity=severity,
                 model=self.model,
                 file=file,
                 tensor=tensor,

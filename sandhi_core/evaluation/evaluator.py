@@ -68,8 +68,8 @@ class Evaluator:
         self._settings = settings
         self._log = log
         self._evaluated = evaluated
-        self._suite = load_tasks(entry, settings, cache_directory)
-        self._resident: _Resident | None = None
+        self.suite = load_tasks(entry, settings, cache_directory)
+        self.resident: Resident | None = None
         self.evaluations = 0
 
     def evaluate(self, split: Split, weights: Weights, lowest_layer: int = 0) -> Evaluation:
@@ -82,10 +82,10 @@ class Evaluator:
         if known is not None:
             return known
         started = time.monotonic()
-        if self._resident is None:
-            self._resident = _Resident(self._directory, self._entry.name, self._settings)
-        self._resident.hold(weights.replacements())
-        tasks = _answers(self._suite, split, self._resident.scorer, lowest_layer)
+        if self.resident is None:
+            self.resident = Resident(self._directory, self._entry.name, self._settings)
+        self.resident.hold(weights.replacements())
+        tasks = _answers(self.suite, split, self.resident.scorer, lowest_layer)
         evaluation = Evaluation(weights=weights.key, context=context, split=split, tasks=tasks)
         self._log.add(evaluation)
         self.evaluations += 1
@@ -108,7 +108,7 @@ class Evaluator:
         settings = self._settings
         return digest_of(
             {
-                "tasks": [self._suite.identity, [[t.name, t.metric, t.filter] for t in self._suite.tasks]],
+                "tasks": [self.suite.identity, [[t.name, t.metric, t.filter] for t in self.suite.tasks]],
                 "split": split,
                 "splits": settings.splits.model_dump(mode="json"),
                 "seed": settings.seed,
@@ -124,7 +124,7 @@ def score_directory(
     directory: Path, entry: ModelEntry, settings: EvaluationSettings, split: Split, cache_directory: Path
 ) -> dict[str, TaskResult]:
     """What stock transformers makes of the files in `directory`; nothing is logged or looked up."""
-    resident = _Resident(directory, entry.name, settings)
+    resident = Resident(directory, entry.name, settings)
     return _answers(load_tasks(entry, settings, cache_directory), split, resident.scorer, 0)
 
 
@@ -134,7 +134,7 @@ def _answers(suite: Suite, split: Split, scorer: Scorer, lowest_layer: int) -> d
     return {task.name: task.result(split) for task in suite.tasks}
 
 
-class _Resident:
+class Resident:
     """One model in memory, its original tensors a file view away."""
 
     def __init__(self, directory: Path, model: str, settings: EvaluationSettings) -> None:
@@ -153,9 +153,9 @@ class _Resident:
                 remedy="the directory must hold a causal language model and its tokenizer",
             ) from error
         self._name = model
-        self._model: Any = loaded.to(_device(settings)).eval()
+        self.model: Any = loaded.to(_device(settings)).eval()
         self._originals: dict[str, Tensor] = {}  # of the tensors that are replaced now
-        self.scorer: Scorer = PlainScorer(self._model, tokenizer, settings.batch_tokens)
+        self.scorer: Scorer = PlainScorer(self.model, tokenizer, settings.batch_tokens)
 
     @torch.no_grad()
     def hold(self, replacements: Mapping[str, Tensor]) -> None:
@@ -179,7 +179,7 @@ class _Resident:
         """The model's parameter of a tensor name in the files, which may lack transformers' prefix."""
         for candidate in (name, f"model.{name}"):
             try:
-                parameter: Tensor = self._model.get_parameter(candidate)
+                parameter: Tensor = self.model.get_parameter(candidate)
                 return parameter
             except AttributeError:
                 continue

@@ -48,9 +48,7 @@ def sensitivity_map(*profiles: Profile, gate: float | None = None) -> Figure:
         drops = np.full((2, layers), np.nan)
         for s in profile.sensitivities:
             drops[COMPONENTS.index(s.component), s.layer] = s.drop
-        axes.pcolormesh(
-            np.clip(drops, 0.0, None), cmap=colours, norm=norm, edgecolors=style.PAPER, linewidth=1.0
-        )
+        axes.pcolormesh(np.clip(drops, 0.0, None), cmap=colours, norm=norm, edgecolors=style.PAPER, linewidth=1.0)
         _mark_cells(axes, drops, colours, norm, gate, annotated=layers <= ANNOTATED_LAYERS)
         layer_axis(axes, layers)
         axes.set_yticks([0.5, 1.5], COMPONENTS)
@@ -77,16 +75,12 @@ def _mark_cells(
             colour = style.ON_DARK if dark else style.ON_LIGHT
             axes.text(layer + 0.5, row + 0.5, brief(drop), ha="center", va="center", fontsize=8, color=colour)
         if gate is not None and drop > gate:
-            frame = Rectangle(
-                (layer + 0.06, row + 0.1), 0.88, 0.8, fill=False, edgecolor=style.ON_LIGHT, linewidth=1.2
-            )
+            frame = Rectangle((layer + 0.06, row + 0.1), 0.88, 0.8, fill=False, edgecolor=style.ON_LIGHT, linewidth=1.2)
             axes.add_patch(frame)
 
 
 @style.styled
-def trajectory_chart(
-    trajectory: Trajectory, budgets: Mapping[str, float], deployed: int | None = None
-) -> Figure:
+def trajectory_chart(trajectory: Trajectory, budgets: Mapping[str, float], deployed: int | None = None) -> Figure:
     """Scores along one model's walk on the search split, a panel a task, with the line that its budget draws.
 
     `deployed`: how many steps the deployed weights go. Rejected scores far beyond the budget are drawn at the
@@ -101,11 +95,7 @@ def trajectory_chart(
         if deployed is not None:
             axes.axvline(deployed, color=style.GREEN, linewidth=1.4, zorder=1, label="deployed here")
     _step_axis(panels[-1], trajectory.steps)
-    shown = {
-        label: handle
-        for axes in panels
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(
         shown.values(), shown.keys(), loc="outside lower center", ncols=4, columnspacing=1.0, handlelength=1.6
     )
@@ -122,24 +112,20 @@ def _walk(axes: Axes, trajectory: Trajectory, task: str, budget: float) -> None:
     rejected = [(x, y) for x, y, decision in scored if decision == "rejected"]
     inside = [limit, *(y for _, y in accepted)]
     room = max(max(inside) - min(inside), budget)
-    near = [(x, y) for x, y in rejected if min(inside) - room <= y <= max(inside) + room]
-    far = [x for x, y in rejected if (x, y) not in near]
+    floor, ceiling = min(inside) - room, max(inside) + room
+    near = [(x, y) for x, y in rejected if floor <= y <= ceiling]
     inside += [y for _, y in near]
     low, high = min(inside) - 0.25 * room, max(inside) + 0.25 * room
     _line(axes, limit, f"budget\n{budget:g}", color=style.INK, linestyle=(0, (5, 3)), linewidth=1.2)
     _line(axes, baseline, f"original\n{number(baseline)}", color=style.MUTED, linestyle=":", linewidth=1.0)
-    axes.plot(
-        *zip(*accepted, strict=True), "o-", color=style.BLUE, markersize=4.5, linewidth=1.5, label="accepted"
-    )
+    axes.plot(*zip(*accepted, strict=True), "o-", color=style.BLUE, markersize=4.5, linewidth=1.5, label="accepted")
     if near:
-        axes.plot(
-            *zip(*near, strict=True), "x", color=style.ORANGE, markersize=5.5, mew=1.5, label="rejected"
-        )
-    if far:
-        edge, marker = (low, "v") if worse < 0 else (high, "^")
-        axes.plot(
-            far, [edge] * len(far), marker, color=style.ORANGE, clip_on=False, label="rejected, off scale"
-        )
+        axes.plot(*zip(*near, strict=True), "x", color=style.ORANGE, markersize=5.5, mew=1.5, label="rejected")
+    below, above = [x for x, y in rejected if y < floor], [x for x, y in rejected if y > ceiling]
+    for far, edge, marker in ((below, low, "v"), (above, high, "^")):
+        if far:
+            at_edge = [edge] * len(far)
+            axes.plot(far, at_edge, marker, color=style.ORANGE, clip_on=False, label="rejected, off scale")
     axes.set_ylim(low, high)
 
 
@@ -168,9 +154,7 @@ def pareto_chart(points: OperatingPoints) -> Figure:
     axes = figure.subplots()
     frontier = sorted(at[name] for name in points.frontier)
     others = [at[p.name] for p in points.points if p.name not in points.frontier]
-    axes.plot(
-        *zip(*frontier, strict=True), "o-", color=style.BLUE, markersize=6, linewidth=1.5, label="frontier"
-    )
+    axes.plot(*zip(*frontier, strict=True), "o-", color=style.BLUE, markersize=6, linewidth=1.5, label="frontier")
     if others:
         axes.plot(*zip(*others, strict=True), "o", color=style.MUTED, mfc="none", label="beaten by another")
     axes.plot(*at[points.deployed.name], "*", color=style.GREEN, markersize=15, zorder=3, label="deployed")

@@ -84,9 +84,7 @@ def bytes_chart(savings: Savings, proof: SharingProof | None) -> Figure:
     before = savings.checkpoint_bytes
     bars = [("checkpoints\nas they were", before, before), ("claimed", before - savings.net, before)]
     if proof is not None:
-        bars.append(
-            ("verified\non disk", proof.checkpoint_bytes - proof.verified_disk, proof.checkpoint_bytes)
-        )
+        bars.append(("verified\non disk", proof.checkpoint_bytes - proof.verified_disk, proof.checkpoint_bytes))
         loaded = _held(proof.memory.originals)
         bars.append(("processes with\noriginals", loaded, loaded))
         bars.append(("verified\nin memory", loaded - proof.verified_memory, loaded))

@@ -99,9 +99,7 @@ def _proof_tile(data: ReportData) -> Tile:
         return Tile("Proof", NOT_MEASURED, "nothing may be deployed yet", "open")
     asked = sum(proof.questions_checked.values())
     equal = sum(proof.questions_equal.values())
-    text = (
-        f"{count(proof.tensors_checked, 'tensor')} re-read; {equal} of {asked} answers equal what was scored"
-    )
+    text = f"{count(proof.tensors_checked, 'tensor')} re-read; {equal} of {asked} answers equal what was scored"
     return Tile("Proof", "passed" if proof.passed else "failed", text, "good" if proof.passed else "bad")
 
 
@@ -224,9 +222,7 @@ def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
     every = {(s.slot.tensor, s.digest): s for s in slots_of_all if s.state in ("shared", "duplicate")}
     found: dict[tuple[int, str, tuple[str, ...], str], list[SlotState]] = {}
     for state in every.values():
-        found.setdefault((state.slot.layer, state.slot.component, state.holders, state.state), []).append(
-            state
-        )
+        found.setdefault((state.slot.layer, state.slot.component, state.holders, state.state), []).append(state)
     rows = [
         _row(
             f"{layer} {component}",
@@ -237,9 +233,7 @@ def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
         )
         for (layer, component, holders, kind), slots in sorted(found.items(), key=lambda item: item[0])
     ]
-    return Table(
-        "Tensors that several models hold", ("layer", "projections", "models", "how", "frees"), tuple(rows)
-    )
+    return Table("Tensors that several models hold", ("layer", "projections", "models", "how", "frees"), tuple(rows))
 
 
 def excluded_table(data: ReportData) -> Table:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,16 +27,14 @@ _BYTES = {
 
 def _console() -> Console:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
-    return (
-        console
-        if console.is_terminal
-        else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
-    )
+    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, words: int) -> Table:
     """The first `words` columns hold text; what follows is numbers and stands to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < words else "right", overflow="fold")
     for row in rows:
@@ -134,10 +133,7 @@ def _verdict(held: bool) -> Text:
 
 def _bytes(found: Mapping[str, int]) -> Table:
     whole = found["checkpoints"]
-    rows = [
-        (words, size(found[key]), f"{found[key]:,}", percent(found[key], whole))
-        for key, words in _BYTES.items()
-    ]
+    rows = [(words, size(found[key]), f"{found[key]:,}", percent(found[key], whole)) for key, words in _BYTES.items()]
     return _table("Bytes", ("bytes", "size", "exactly", "of all"), rows, words=1)
 
 
@@ -158,9 +154,7 @@ def print_verify(table: Mapping[str, Any]) -> None:
     columns = ("model", "private", "identical", "merged", "linked", "in memory")
     console.print(_table(title, columns, rows, words=1))
     total, distinct = table["bytes"]["models"], table["bytes"]["distinct"]
-    console.print(
-        f"{size(total)} of weights in {size(distinct)} of files: {percent(total - distinct, total)} shared."
-    )
+    console.print(f"{size(total)} of weights in {size(distinct)} of files: {percent(total - distinct, total)} shared.")
     if table["memory"] is not None:
         console.print(f"In memory {size(table['memory']['saved'])} are shared ({table['memory']['engine']}).")
     for problem in table["problems"]:

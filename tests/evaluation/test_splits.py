@@ -23,9 +23,7 @@ def test_known_documents_stay_where_they_are() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=4), st.integers(0, 9)
-)
+@given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=4), st.integers(0, 9))
 def test_key_order_does_not_matter(document: dict[str, Any], seed: int) -> None:
     backwards = dict(reversed(document.items()))
     assert split_of(document, seed, SPLITS) == split_of(backwards, seed, SPLITS)

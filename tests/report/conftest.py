@@ -54,13 +54,9 @@ class Member:
 
 
 MEMBERS = (
-    Member(
-        "sorter", (("sort_words", "acc", 0.02),), 0.963, 0.31, frozenset({("attn", 2), ("attn", 3)}), True
-    ),
+    Member("sorter", (("sort_words", "acc", 0.02),), 0.963, 0.31, frozenset({("attn", 2), ("attn", 3)}), True),
     Member("ranker", (("largest_number", "acc", 0.02),), 0.912, 0.12, frozenset({("attn", 0)})),
-    Member(
-        "converter", (("unit_conversion", "acc", 0.03),), 0.884, 0.45, frozenset({("attn", 1), ("mlp", 0)})
-    ),
+    Member("converter", (("unit_conversion", "acc", 0.03),), 0.884, 0.45, frozenset({("attn", 1), ("mlp", 0)})),
     Member(
         "inflector",
         (("past_tense", "acc_norm", 0.02), ("calibration", "brier_score", 0.015)),
@@ -69,9 +65,7 @@ MEMBERS = (
         frozenset(),
         True,
     ),
-    Member(
-        "chemist", (("formula", "acc", 0.02),), 0.841, 0.22, frozenset({("mlp", 5), ("attn", 4), ("attn", 5)})
-    ),
+    Member("chemist", (("formula", "acc", 0.02),), 0.841, 0.22, frozenset({("mlp", 5), ("attn", 4), ("attn", 5)})),
     Member("roman", (("roman_numerals", "acc", 0.02),), 0.958, 0.27, frozenset(), True, width=96, layers=4),
 )
 GROUP = tuple(m for m in MEMBERS if m.width == 128)
@@ -195,20 +189,16 @@ def recipe(fingerprints: dict[str, Fingerprint], layer: int, projection: str) ->
 
 
 def plan(member: Member, fingerprints: dict[str, Fingerprint]) -> Plan:
-    places: list[tuple[Component, int]] = [(c, n) for c in ("mlp", "attn") for n in (3, 2, 4, 1, 0, 5)]  # type: ignore[misc]
+    places: list[tuple[Component, int]] = [(c, n) for c in ("mlp", "attn") for n in (3, 2, 4, 1, 0, 5)]
     steps = []
     for component, layer in places if member in GROUP else []:
         recipes = [recipe(fingerprints, layer, p) for p in PROJECTIONS[component] if (layer, p) != (5, "k")]
         merges = tuple(
-            PlannedMerge(
-                tensor=tensor_name(layer, r.projection), projection=r.projection, nbytes=r.nbytes, recipe=r
-            )
+            PlannedMerge(tensor=tensor_name(layer, r.projection), projection=r.projection, nbytes=r.nbytes, recipe=r)
             for r in recipes
         )
         steps.append(PlannedStep(component=component, layer=layer, merges=merges))
-    return Plan(
-        pool="demo", model=member.name, fingerprint=fingerprints[member.name].digest, steps=tuple(steps)
-    )
+    return Plan(pool="demo", model=member.name, fingerprint=fingerprints[member.name].digest, steps=tuple(steps))
 
 
 def trajectory(member: Member, planned: Plan) -> Trajectory:
@@ -287,25 +277,19 @@ def groups(fingerprints: dict[str, Fingerprint]) -> dict[str, Groups]:
     proposed = [
         Group(
             recipe=recipe(fingerprints, n, p),
-            members=tuple(
-                next(s for s in fingerprints[m].slots if (s.layer, s.projection) == (n, p)) for m in names
-            ),
+            members=tuple(next(s for s in fingerprints[m].slots if (s.layer, s.projection) == (n, p)) for m in names),
         )
         for n in range(6)
         for c in ("mlp", "attn")
         for p in PROJECTIONS[c]
-        if (n, p) != (5, "k")  # type: ignore[index]
+        if (n, p) != (5, "k")
     ]
     excluded = [Exclusion(model=m, layer=5, projection="k", reason="exact duplicate") for m in names]
     alone = [
-        Exclusion(
-            model="roman", layer=s.layer, projection=s.projection, reason="no other model's slot agrees"
-        )
+        Exclusion(model="roman", layer=s.layer, projection=s.projection, reason="no other model's slot agrees")
         for s in fingerprints["roman"].slots
     ]
-    shared = Groups(
-        pool="demo", key="h128-bf16", models=tuple(names), groups=tuple(proposed), excluded=tuple(excluded)
-    )
+    shared = Groups(pool="demo", key="h128-bf16", models=tuple(names), groups=tuple(proposed), excluded=tuple(excluded))
     outsider = Groups(pool="demo", key="h96-bf16", models=("roman",), groups=(), excluded=tuple(alone))
     return {"demo.h128-bf16": shared, "demo.h96-bf16": outsider}
 
@@ -318,9 +302,7 @@ def memory(original: dict[str, int], saved: int) -> MemoryComparison:
         )
 
     left = 1 - saved / sum(original.values())
-    return MemoryComparison(
-        engine="transformers", saved=saved, originals=processes(1.0), exports=processes(left)
-    )
+    return MemoryComparison(engine="transformers", saved=saved, originals=processes(1.0), exports=processes(left))
 
 
 def make_data(members: tuple[Member, ...] = MEMBERS) -> ReportData:

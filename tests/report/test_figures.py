@@ -8,6 +8,8 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from sandhi_core.records import Step
 from sandhi_core.report import figures, outcome, style
@@ -26,9 +28,7 @@ def every_figure(data: ReportData) -> dict[str, Callable[[], Figure]]:
     states = slot_states(data.fingerprints, data.plans, data.trajectories, points.deployed)
     return {
         "sensitivity": lambda: figures.sensitivity_map(*data.profiles.values(), gate=0.05),
-        "trajectory": lambda: figures.trajectory_chart(
-            data.trajectories["inflector"], data.budgets["inflector"], 3
-        ),
+        "trajectory": lambda: figures.trajectory_chart(data.trajectories["inflector"], data.budgets["inflector"], 3),
         "pareto": lambda: figures.pareto_chart(points),
         "holdout": lambda: outcome.holdout_chart(data.holdouts),
         "bytes": lambda: outcome.bytes_chart(points.deployed.savings, data.proof),
@@ -70,7 +70,8 @@ def test_sensitivity_is_drawn_at_its_layer_and_component(data: ReportData) -> No
     drawn = np.asarray(mesh.get_array()).reshape(2, 6)
     for s in profile.sensitivities:
         assert drawn[("attn", "mlp").index(s.component), s.layer] == pytest.approx(max(s.drop, 0.0))
-    framed = {(int(p.get_x()), int(p.get_y())) for p in figure.axes[0].patches}  # type: ignore[attr-defined]
+    frames = [p for p in figure.axes[0].patches if isinstance(p, Rectangle)]
+    framed = {(int(p.get_x()), int(p.get_y())) for p in frames}
     expected = {(s.layer, ("attn", "mlp").index(s.component)) for s in profile.sensitivities if s.drop > 0.1}
     assert framed == expected and expected
 
@@ -82,9 +83,13 @@ def test_models_of_different_depth_share_one_scale(data: ReportData) -> None:
     assert {"sorter", "roman"} <= {axes.get_title(loc="left") for axes in figure.axes}
 
 
+def places(drawn: Line2D) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in np.asarray(drawn.get_xydata())]
+
+
 def line(figure: Figure, label: str, panel: int = 0) -> list[tuple[float, float]]:
     (found,) = [x for x in figure.axes[panel].get_lines() if x.get_label() == label]
-    return [(float(x), float(y)) for x, y in zip(found.get_xdata(), found.get_ydata(), strict=True)]  # type: ignore[arg-type]
+    return places(found)
 
 
 def test_a_walk_shows_scores_budget_and_what_failed(data: ReportData) -> None:
@@ -96,7 +101,7 @@ def test_a_walk_shows_scores_budget_and_what_failed(data: ReportData) -> None:
     rejected = {s.index + 1 for s in scored if s.decision == "rejected"}
     drawn = {x for label in ("rejected", "rejected, off scale") for x, _ in line(figure, label)}
     assert drawn == rejected and len(rejected) == 3
-    levels = {round(float(x.get_ydata()[0]), 6) for x in figure.axes[0].get_lines()}  # type: ignore[index]
+    levels = {round(places(x)[0][1], 6) for x in figure.axes[0].get_lines()}
     assert round(walk.baseline["formula"] - 0.02, 6) in levels
     assert line(figure, "deployed here")[0][0] == 11
 
@@ -104,7 +109,7 @@ def test_a_walk_shows_scores_budget_and_what_failed(data: ReportData) -> None:
 def test_a_budget_of_a_metric_where_lower_is_better_lies_above(data: ReportData) -> None:
     walk = data.trajectories["inflector"]
     figure = figures.trajectory_chart(walk, data.budgets["inflector"])
-    levels = {round(float(x.get_ydata()[0]), 6) for x in figure.axes[1].get_lines()}  # type: ignore[index]
+    levels = {round(places(x)[0][1], 6) for x in figure.axes[1].get_lines()}
     assert round(walk.baseline["calibration"] + 0.015, 6) in levels
     assert "deployed here" not in texts(figure)
 
@@ -143,10 +148,8 @@ def test_the_holdout_chart_counts_in_budgets(data: ReportData) -> None:
     figure = outcome.holdout_chart(holdouts)
     assert {"out of budget", "-0.090 of 0.02"} <= texts(figure)
     assert "within budget" not in texts(figure)
-    places = [
-        x.get_xdata()[0] for x in figure.axes[0].get_lines() if x.get_marker() == "X" and len(x.get_xdata())
-    ]  # type: ignore[arg-type, index]
-    assert places == [pytest.approx(-4.5)]
+    crosses = [places(x) for x in figure.axes[0].get_lines() if x.get_marker() == "X"]
+    assert [round(x, 6) for cross in crosses for x, _ in cross] == [-4.5]
 
 
 def test_bytes_that_were_not_verified_are_not_drawn(data: ReportData) -> None:
@@ -175,9 +178,7 @@ def test_any_task_name_can_be_drawn(data: ReportData, name: str) -> None:
     assert "<!--" not in style.inline_svg(figure, "x")
     held = data.holdouts["inflector"]
     tasks = {name: held.tasks["past_tense"], "other": held.tasks["calibration"]}
-    assert style.png_bytes(outcome.holdout_chart({"m": held.model_copy(update={"tasks": tasks})})).startswith(
-        PNG
-    )
+    assert style.png_bytes(outcome.holdout_chart({"m": held.model_copy(update={"tasks": tasks})})).startswith(PNG)
 
 
 def test_pictures_drawn_outside_of_the_house_style_take_any_name(data: ReportData) -> None:
@@ -217,3 +218,15 @@ def test_partial_records_are_enough(data: ReportData) -> None:
     lone = replace(data, plans={}, trajectories={}, holdouts={})
     found = slot_states(lone.fingerprints, lone.plans, lone.trajectories, data.points.deployed)
     assert style.png_bytes(outcome.sharing_map(found)).startswith(PNG)
+
+
+def test_a_score_far_off_the_scale_is_drawn_at_its_own_edge(data: ReportData) -> None:
+    walk = data.trajectories["roman"]
+    steps = tuple(
+        Step(index=i, component="mlp", layer=i, decision="rejected", scores={"roman_numerals": y}, tensors={})
+        for i, y in enumerate((0.2, 1.7))
+    )
+    figure = figures.trajectory_chart(walk.model_copy(update={"steps": steps}), data.budgets["roman"])
+    low, high = figure.axes[0].get_ylim()
+    marks = {x.get_marker(): places(x) for x in figure.axes[0].get_lines() if x.get_marker() in ("v", "^")}
+    assert marks == {"v": [(1, low)], "^": [(2, high)]}

@@ -48,9 +48,7 @@ class Page(HTMLParser):
         if self._open and self._open[-1] in ("th", "td"):
             self._rows[-1][-1] += text
         elif self._open and self._open[-1] == "caption":
-            self.tables[text] = self.tables.pop(
-                next(n for n, rows in self.tables.items() if rows is self._rows)
-            )
+            self.tables[text] = self.tables.pop(next(n for n, rows in self.tables.items() if rows is self._rows))
         if not self._open or self._open[-1] not in ("style", "script"):
             self.words += text
 
@@ -181,9 +179,7 @@ def test_a_pool_without_any_record_says_so(data: ReportData, tmp_path: Path) -> 
 
 def test_without_a_proof_bytes_are_only_claimed(data: ReportData, tmp_path: Path) -> None:
     page = Page(
-        write_report(
-            tmp_path, replace(data, proof=None, manifest=None, profiles={}, trajectories={})
-        ).read_text()
+        write_report(tmp_path, replace(data, proof=None, manifest=None, profiles={}, trajectories={})).read_text()
     )
     rows = {r["bytes"]: r["size"] for r in page.table("The pool's bytes")}
     assert rows["verified on disk"] == rows["verified in memory"] == "not measured"
@@ -206,18 +202,14 @@ def test_a_model_out_of_budget_is_marked(data: ReportData, tmp_path: Path) -> No
     task = data.holdouts["roman"].tasks["roman_numerals"].model_copy(update={"within_budget": False})
     broken = data.holdouts["roman"].model_copy(update={"tasks": {"roman_numerals": task}})
     page = Page(
-        write_report(
-            tmp_path, ReportData(pool=data.pool, holdouts={**data.holdouts, "roman": broken})
-        ).read_text()
+        write_report(tmp_path, ReportData(pool=data.pool, holdouts={**data.holdouts, "roman": broken})).read_text()
     )
     assert "5 of 6" in page.words
     assert page.table("Every model on questions")[-1]["within budget"] == "no"
 
 
 def test_hostile_names_stay_text(data: ReportData, tmp_path: Path) -> None:
-    entry = data.pool.models[0].model_copy(
-        update={"tasks": (TaskBudget(task=HOSTILE, metric=HOSTILE, budget=0.02),)}
-    )
+    entry = data.pool.models[0].model_copy(update={"tasks": (TaskBudget(task=HOSTILE, metric=HOSTILE, budget=0.02),)})
     pool = data.pool.model_copy(update={"models": (entry,)})
     task = data.holdouts["sorter"].tasks["sort_words"]
     walk = data.trajectories["sorter"]

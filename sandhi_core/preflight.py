@@ -1,0 +1,108 @@
+"""Everything that must hold before an hour of a GPU is spent on a pool; all problems at once.
+
+`check_model` looks at one checkpoint, `check_pool` at what only the whole pool shows.
+"""
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sandhi_core.architecture import problems_of
+from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.errors import Problem, SandhiError
+from sandhi_core.pool import ModelEntry
+from sandhi_core.preflight_pool import check_pool
+from sandhi_core.records import DTYPE_BYTES, Fingerprint
+from sandhi_core.scan import examine
+from sandhi_core.survey import CONFIG, survey
+from sandhi_core.survey_files import Survey
+from sandhi_core.vocabulary import TOKENIZER, TOKENIZERS, token_ids
+
+__all__ = ["check_model", "check_pool"]
+
+_QUANTISED = re.compile(
+    r"(.*\.)?(SCB|qweight|qzeros|g_idx|scales|zeros|(nested_)?absmax|(nested_)?quant_map|weight_format"
+    r"|quant_state\..+|weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point)"
+)
+_HOPELESS = ("quantised", "model-type-unsupported", "config-invalid")  # whatever the weights may hold
+_UNQUANTISED = "use the unquantised checkpoint that this one was made from"
+
+
+def check_model(
+    entry: ModelEntry, scans: Path | None, deep: bool = True
+) -> tuple[list[Problem], Fingerprint | None]:
+    """Every problem of one model, and its fingerprint where none is an error.
+
+    Reads names, headers and JSON; `deep` reads every weight as well (what it finds is kept in `scans`, if given,
+    so that they are read once only). Raises nothing for a bad checkpoint.
+    """
+    try:
+        found = survey(resolve(entry), entry.name)
+    except SandhiError as error:
+        return [error.problem], None
+    readable = not found.problems
+    _check_quantised(found)
+    if not any(p.code == "quantised" for p in found.problems) and found.complete and found.config:
+        found.problems += problems_of(entry.name, found.config, found.headers)
+    fingerprint = None
+    if deep and readable and not any(p.code in _HOPELESS for p in found.problems):
+        fingerprint, more = _read(found, scans)
+        found.problems += more
+    _check_tokenizer(found)
+    _mention_ignored(found)
+    problems = list(dict.fromkeys(found.problems))
+    sound = all(p.severity != "error" for p in problems)
+    return problems, fingerprint if sound else None
+
+
+def _read(found: Survey, scans: Path | None) -> tuple[Fingerprint | None, list[Problem]]:
+    try:
+        if scans is not None:
+            return examine(Checkpoint(found), scans)
+        with TemporaryDirectory() as unkept:
+            return examine(Checkpoint(found), Path(unkept))
+    except SandhiError as error:
+        return None, [error.problem.model_copy(update={"model": found.model})]
+
+
+def _check_quantised(found: Survey) -> None:
+    """At most one problem for each sign of it: a flood would say nothing more."""
+    reason = "quantised weights cannot be averaged"
+    for setting in ("quantization_config", "compression_config"):
+        if found.config.get(setting):
+            found.report("quantised", f"has a {setting}; {reason}", _UNQUANTISED, CONFIG)
+    helpers = [h for h in found.headers.values() if _QUANTISED.fullmatch(h.name)]
+    weights = [h for h in found.headers.values() if h.name.endswith(".weight") and h.dtype not in DTYPE_BYTES]
+    for first, *others in filter(None, (helpers, weights)):
+        like = f" ({len(others)} more like it)" if others else ""
+        said = f"is part of quantised weights{like}" if first in helpers else f"has dtype {first.dtype}{like}"
+        found.report("quantised", f"{said}; {reason}", _UNQUANTISED, first.file, first.name)
+
+
+def _check_tokenizer(found: Survey) -> None:
+    again = "copy the tokenizer's files from the model that this one was trained from"
+    if not any(name in found.beside for name in TOKENIZERS):
+        message = "is missing, and so is every other tokenizer: no task can be asked"
+        found.report("tokenizer-missing", message, again, TOKENIZER)
+    if TOKENIZER not in found.beside or any(p.file == TOKENIZER for p in found.problems):
+        return
+    try:
+        ids = token_ids(found.directory / TOKENIZER)
+    except (ValueError, OSError) as error:
+        found.report("tokenizer-invalid", str(error), again, TOKENIZER)
+        return
+    rows = found.config.get("vocab_size")
+    beyond = sorted(token for token, i in ids.items() if type(rows) is int and i >= rows)
+    if beyond:
+        message = f"{len(beyond)} tokens, such as {beyond[0]!r}, have no row in the embeddings"
+        remedy = "nothing, if such tokens never occur; else resize the embeddings"
+        found.report("tokenizer-out-of-range", message, remedy, TOKENIZER, severity="warning")
+
+
+def _mention_ignored(found: Survey) -> None:
+    if found.ignored and found.complete:
+        others = f" and {len(found.ignored) - 1} more files" if len(found.ignored) > 1 else ""
+        message = f"{found.ignored[0]}{others} hold weights in other formats: neither read nor exported"
+        found.report(
+            "weights-ignored", message, "nothing, or remove them", found.ignored[0], severity="warning"
+        )

@@ -1,0 +1,173 @@
+"""What only a whole pool shows: who can share with whom, whether budgets can be measured, whether it fits."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from math import ceil
+from pathlib import Path
+from typing import Literal
+
+from sandhi_core.checkpoint import resolve
+from sandhi_core.errors import Problem, SandhiError
+from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.records import Fingerprint, Split
+from sandhi_core.vocabulary import TOKENIZER, token_ids
+
+Questions = Mapping[str, Mapping[str, Mapping[Split, int]]]
+"""By model, task and split."""
+
+_DECIDING: tuple[Split, ...] = ("search", "holdout")  # a budget is held against these
+_TOLERANCE = 1e-12  # of a budget that is exactly one question
+
+
+def check_pool(
+    pool: Pool, fingerprints: Mapping[str, Fingerprint], questions: Questions | None, root: Path
+) -> list[Problem]:
+    """Problems between the models of a pool, and between it and the artifact root. `fingerprints` may lack
+    models that have problems of their own; `questions` may lack tasks that cannot be built."""
+    problems = list(_partners(pool, fingerprints))
+    problems += _tokenizers(pool, fingerprints)
+    for entry in pool.models:
+        counted = (questions or {}).get(entry.name, {})
+        for task in entry.tasks:
+            if task.task in counted:
+                problems += _budget(pool, entry, task, counted[task.task])
+    problems += _room(fingerprints, root)
+    return problems
+
+
+def _problem(
+    code: str,
+    message: str,
+    remedy: str,
+    severity: Literal["error", "warning"] = "error",
+    model: str | None = None,
+    file: str | None = None,
+) -> Problem:
+    return Problem(code=code, severity=severity, model=model, file=file, message=message, remedy=remedy)
+
+
+def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:
+    """Models none of whose projections another model has in the same shape, dtype and meaning."""
+    keys = {model: {slot.key for slot in f.slots} for model, f in fingerprints.items()}
+    for model, own in keys.items():
+        if len(pool.models) == len(keys) and not any(
+            own & theirs for m, theirs in keys.items() if m != model
+        ):
+            alone = "is the only model" if len(keys) == 1 else "agrees with no other model in any projection"
+            yield _problem(
+                "no-partner",
+                f"{alone}, so it can share nothing but exact duplicates",
+                "serve it on its own, or add models of its shape, dtype and configuration",
+                "warning",
+                model,
+            )
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------
+
+
+def _tokenizers(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:
+    """For each model the first partner before it whose tokens have other numbers."""
+    entries = [e for e in pool.models if TOKENIZER in (f.files if (f := fingerprints.get(e.name)) else ())]
+    ids: dict[str, dict[str, int]] = {}  # by sha256 of the file
+    told: set[str] = set()
+    for one, other in combinations(entries, 2):
+        first, second = (fingerprints[e.name] for e in (one, other))
+        partners = {s.key for s in first.slots} & {s.key for s in second.slots}
+        if other.name in told or not partners or first.files[TOKENIZER] == second.files[TOKENIZER]:
+            continue
+        maps = [_ids(e, fingerprints[e.name].files[TOKENIZER], ids) for e in (one, other)]
+        if maps[0] != maps[1]:
+            told.add(other.name)
+            yield _problem(
+                "tokenizer-differs",
+                f"numbers {_differences(*maps)} tokens otherwise than that of {one.name}: their embeddings and "
+                "heads cannot be compared, and their projections have seen different input",
+                "nothing; expect them to share less, as the search will tell",
+                "warning",
+                other.name,
+                TOKENIZER,
+            )
+
+
+def _ids(entry: ModelEntry, sha256: str, known: dict[str, dict[str, int]]) -> dict[str, int]:
+    if sha256 not in known:
+        try:
+            known[sha256] = token_ids(resolve(entry) / TOKENIZER)
+        except (SandhiError, ValueError, OSError):  # reported with the model itself
+            known[sha256] = {}
+    return known[sha256]
+
+
+def _differences(one: dict[str, int], other: dict[str, int]) -> int:
+    return sum(one.get(token) != other.get(token) for token in one.keys() | other.keys())
+
+
+# --- budgets ------------------------------------------------------------------------------------------------
+
+
+def _budget(
+    pool: Pool, entry: ModelEntry, task: TaskBudget, counted: Mapping[Split, int]
+) -> Iterator[Problem]:
+    """A budget must allow at least one question of the split to be lost, or it allows nothing."""
+    for split, count in counted.items():
+        fraction: float = getattr(pool.evaluation.splits, split)
+        if count == 0:
+            yield _problem(
+                "no-questions",
+                f"no question of task {task.task} falls into the {split} split",
+                "give the task more questions, or the split a larger fraction",
+                model=entry.name,
+            )
+        elif split in _DECIDING and task.budget < 1 / count - _TOLERANCE:
+            needed = ceil(1 / task.budget - _TOLERANCE)
+            yield _problem(
+                "budget-too-fine",
+                f"budget {task.budget:g} of task {task.task} is finer than one of the {count} questions of the "
+                f"{split} split; that takes {needed} there, about {ceil(needed / fraction)} in all",
+                f"give the task that many questions, or a budget of at least {1 / count:.4g}",
+                model=entry.name,
+            )
+
+
+# --- room ---------------------------------------------------------------------------------------------------
+
+
+def _room(fingerprints: Mapping[str, Fingerprint], root: Path) -> Iterator[Problem]:
+    """Whether the artifact root can be written and will take what a build writes."""
+    existing = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield _problem(
+            "root-unwritable",
+            "cannot be written",
+            "give write permission, or choose another artifact root with --root",
+            file=str(existing),
+        )
+        return
+    least, most = _bytes_written(fingerprints)
+    free = shutil.disk_usage(existing).free
+    if free < most:
+        yield _problem(
+            "disk-space",
+            f"has {free / 2**30:.2f} GiB free; exports take from {least / 2**30:.2f} GiB, where everything "
+            f"that could be shared is, to {most / 2**30:.2f} GiB, where nothing is",
+            "free space, or choose an artifact root on another disk with --root",
+            "error" if free < least else "warning",
+            file=str(existing),
+        )
+
+
+def _bytes_written(fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
+    """Bytes of an export and of the shared tensors tried for it: at least, and at most."""
+    tensors = {t.digest: t.nbytes for f in fingerprints.values() for t in f.tensors}
+    sets: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for fingerprint in fingerprints.values():
+        for slot in fingerprint.slots:
+            sets.setdefault((slot.key, slot.layer), []).append((slot.digest, slot.nbytes))
+    shareable = [members for members in sets.values() if len(members) > 1]
+    could_go = dict(member for members in shareable for member in members)
+    least = sum(n for digest, n in tensors.items() if digest not in could_go)
+    tried = sum(members[0][1] for members in shareable)
+    return least, sum(f.nbytes for f in fingerprints.values()) + tried

@@ -1,0 +1,33 @@
+"""Tokenizers, as far as they decide whether two models' embeddings can be compared."""
+
+from pathlib import Path
+from typing import Any
+
+from sandhi_core.survey_files import read_json
+
+TOKENIZER = "tokenizer.json"
+TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""Files of which a text model has at least one."""
+
+
+def token_ids(path: Path) -> dict[str, int]:
+    """Every token's id, from a tokenizer.json; added tokens included.
+
+    Sizes say nothing: two tokenizers of one size can number their tokens differently. Raises ValueError with a
+    reason where the file is no tokenizer, OSError where it cannot be read.
+    """
+    data = read_json(path)
+    model = data.get("model")
+    vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # Unigram: [token, score] in the order of ids
+        vocabulary = {entry[0]: i for i, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+    if not isinstance(vocabulary, dict) or not vocabulary:
+        raise ValueError("has no vocabulary")
+    ids: dict[str, Any] = dict(vocabulary)
+    added = data.get("added_tokens") or []
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and isinstance(token.get("content"), str):
+            ids[token["content"]] = token.get("id")
+    if any(type(i) is not int for i in ids.values()):
+        raise ValueError("has tokens without a number")
+    return ids

@@ -1,0 +1,160 @@
+"""Scores equal lm-eval's own, whatever was scored before; weights are swapped and restored byte for byte."""
+
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import pytest
+import torch
+import transformers
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.errors import EvaluationError
+from sandhi_core.evaluation.evaluator import Evaluator, Weights, score_directory, weights_key
+from sandhi_core.evaluation.scorelog import ScoreLog
+from sandhi_core.evaluation.tasks import SPLITS
+from sandhi_core.pool import ModelEntry
+from sandhi_core.scan import fingerprint
+from tests.evaluation.local_tasks import choice_task, entry, generation_task, settings
+from tests.models import tiny_llama
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_llama(tmp_path / "model")
+
+
+def evaluator(tmp_path: Path, model: Path, asked: ModelEntry, log: str = "log", **changes: Any) -> Evaluator:
+    (tmp_path / "scans").mkdir(exist_ok=True)
+    return Evaluator(
+        model,
+        fingerprint(Checkpoint.open(model, "m"), tmp_path / "scans"),
+        asked,
+        settings(tmp_path / "tasks", **changes),
+        ScoreLog(tmp_path / log),
+        tmp_path / "cache",
+    )
+
+
+def reference(model: Path, folder: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, Any]]:
+    """lm_eval.simple_evaluate with its own HF model: by document id."""
+    monkeypatch.chdir(folder)  # lm-eval finds data files from the current directory only
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lm = HFLM(pretrained=loaded, tokenizer=transformers.AutoTokenizer.from_pretrained(model), batch_size=3)
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        lm, tasks=[task], task_manager=manager, fewshot_random_seed=42, bootstrap_iters=0, log_samples=True
+    )
+    return {sample["doc_id"]: sample for sample in found["samples"][task]}
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "overrides"),
+    [
+        ("letters", "acc", {}),
+        ("letters", "acc_norm", {}),
+        ("letters", "acc", {"num_fewshot": 2, "fewshot_split": "test"}),
+        ("copy", "exact_match", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # simple_evaluate's own
+def test_answers_equal_simple_evaluate(
+    tmp_path: Path, model: Path, task: str, metric: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = generation_task(tmp_path / "tasks") if task == "copy" else choice_task(tmp_path / "tasks", **overrides)
+    scorer = evaluator(tmp_path, model, entry(model, (task, metric)))
+    expected = reference(model, folder, task, monkeypatch)
+    compared = 0
+    for split in SPLITS:
+        found = scorer.evaluate(split, Weights(weights_key("f", {}))).tasks[task]
+        (suite_task,) = scorer.suite.tasks
+        for question, value in zip(suite_task.questions[split], found.questions, strict=True):
+            sample = expected[question.requests[0].doc_id]
+            assert value == float(sample[metric])
+            for request, response in zip(question.requests, sample["filtered_resps"], strict=True):
+                ours = request.filtered_resps["none"]
+                if task == "copy":
+                    assert ours == response
+                else:
+                    assert abs(ours[0] - response[0]) < 1e-4
+            compared += 1
+        assert found.value == pytest.approx(sum(found.questions) / len(found.questions))
+    assert compared == len(expected)
+
+
+def test_swapping_and_going_back_leaves_every_byte_and_score_as_it_was(tmp_path: Path, model: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
+    first = scorer.evaluate("search", Weights("original"))
+    assert scorer.resident is not None
+    before = {n: p.clone() for n, p in scorer.resident.model.named_parameters()}
+    zeroed = {Q_PROJ: torch.zeros(32, 32, dtype=torch.bfloat16), Q_PROJ.replace("1", "0"): torch.ones(32, 32)}
+    scorer.evaluate("search", Weights("zeroed", lambda: zeroed))
+    assert torch.equal(scorer.resident.model.get_parameter(Q_PROJ), torch.zeros(32, 32))
+    scorer.evaluate("search", Weights("one of them", lambda: {Q_PROJ: zeroed[Q_PROJ]}))
+    assert torch.equal(scorer.resident.model.get_parameter(Q_PROJ.replace("1", "0")), before[Q_PROJ.replace("1", "0")])
+    again = scorer.evaluate("search", Weights("original once more"))
+    assert again.tasks == first.tasks
+    assert all(torch.equal(p, before[n]) for n, p in scorer.resident.model.named_parameters())
+
+
+def test_the_checkpoint_is_never_written(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", dtype=torch.float32)  # kept as a view of the file
+    choice_task(tmp_path / "tasks")
+    before = (model / "model.safetensors").read_bytes()
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
+    scorer.evaluate("search", Weights("ones", lambda: {Q_PROJ: torch.ones(32, 32)}))
+    assert (model / "model.safetensors").read_bytes() == before
+
+
+def test_a_score_is_made_once_for_ever(tmp_path: Path, model: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    asked = entry(model, ("letters", "acc"))
+    first = evaluator(tmp_path, model, asked)
+    made = first.evaluate("search", Weights("w"))
+    second = evaluator(tmp_path, model, asked)
+    assert second.evaluate("search", Weights("w", lambda: pytest.fail("loaded"))) == made
+    assert (first.evaluations, second.evaluations) == (1, 0)
+    assert second.recorded("search", "w") == made
+    assert second.resident is None
+    with pytest.raises(EvaluationError, match="not in the score log"):
+        second.recorded("holdout", "w")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 7}, {"batch_tokens": 64}, {"dtype": "bfloat16"}, {"splits": {"profile": 0.4, "search": 0.2}}]
+)
+def test_other_settings_are_another_score(tmp_path: Path, model: Path, changes: dict[str, Any]) -> None:
+    choice_task(tmp_path / "tasks")
+    asked = entry(model, ("letters", "acc"))
+    evaluator(tmp_path, model, asked).evaluate("search", Weights("w"))
+    other = evaluator(tmp_path, model, asked, **changes)
+    other.evaluate("search", Weights("w"))
+    assert other.evaluations == 1
+
+
+def test_a_replacement_of_another_shape_is_refused(tmp_path: Path, model: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
+    with pytest.raises(EvaluationError, match="shape"):
+        scorer.evaluate("search", Weights("w", lambda: {Q_PROJ: torch.ones(4, 4)}))
+    with pytest.raises(EvaluationError, match="no parameter"):
+        scorer.evaluate("search", Weights("v", lambda: {"nothing": torch.ones(4, 4)}))
+
+
+def test_a_directory_is_scored_as_its_weights_are(tmp_path: Path, model: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    asked = entry(model, ("letters", "acc"))
+    expected = evaluator(tmp_path, model, asked).evaluate("holdout", Weights("w"))
+    found = score_directory(model, asked, settings(tmp_path / "tasks"), "holdout", tmp_path / "cache")
+    assert found == expected.tasks
+
+
+def test_weights_of_other_names_or_digests_are_other_weights() -> None:
+    keys = {weights_key("f", {}), weights_key("g", {}), weights_key("f", {"a": "1"}), weights_key("f", {"b": "1"})}
+    assert len(keys) == 4
+    assert weights_key("f", {"a": "1", "b": "2"}) == weights_key("f", {"b": "2", "a": "1"})

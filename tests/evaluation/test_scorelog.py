@@ -1,0 +1,58 @@
+"""The score log: what was added is there for ever, whatever was killed when."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandhi_core.errors import StoreError
+from sandhi_core.evaluation.scorelog import ScoreLog
+from sandhi_core.records import Evaluation, TaskResult
+
+
+def scored(weights: str, value: float = 0.5) -> Evaluation:
+    result = TaskResult(value=value, higher_is_better=True, questions=(value, 1.0))
+    return Evaluation(weights=weights, context="c", split="search", tasks={"t": result})
+
+
+def test_found_again_by_another_log(tmp_path: Path) -> None:
+    ScoreLog(tmp_path / "log").add(scored("a"))
+    log = ScoreLog(tmp_path / "log")
+    assert log.get("a", "c") == scored("a")
+    assert log.get("a", "other context") is None
+    assert log.get("b", "c") is None
+
+
+def test_two_open_logs_see_each_others_scores(tmp_path: Path) -> None:
+    first, second = ScoreLog(tmp_path / "log"), ScoreLog(tmp_path / "log")
+    first.add(scored("a"))
+    assert second.get("a", "c") == scored("a")
+    second.add(scored("b"))
+    assert first.get("b", "c") == scored("b")
+
+
+@given(cut=st.integers(1, 400))
+def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    log = ScoreLog(path)
+    log.add(scored("a"))
+    whole = path.read_bytes()
+    log.add(scored("b"))
+    last = len(path.read_bytes()) - len(whole)
+    path.write_bytes(path.read_bytes()[: len(whole) + min(cut, last - 1)])
+    reopened = ScoreLog(path)
+    assert reopened.get("a", "c") == scored("a")
+    assert reopened.get("b", "c") is None
+    reopened.add(scored("b"))
+    assert path.read_bytes() == whole + scored("b").canonical() + b"\n"
+
+
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = ScoreLog(path)
+    log.add(scored("a"))
+    log.add(scored("b"))
+    path.write_bytes(b"#" + path.read_bytes()[1:])
+    with pytest.raises(StoreError, match="not an evaluation"):
+        ScoreLog(path)
