@@ -3,7 +3,7 @@
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.cutoffs import tensors_at
 from sandhi_core.export import export_pool
-from sandhi_core.records import HoldoutScore, OperatingPoints, Trajectory
+from sandhi_core.records import HoldoutScore, OperatingPoints, Plan, Trajectory
 
 
 def run(job: Job) -> Outcome:
@@ -12,6 +12,13 @@ def run(job: Job) -> Outcome:
     trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
     holdouts = bench.of_pool(HoldoutScore, "holdout", job.key)
     deployed = points.deployed
+    plans = bench.of_pool(Plan, "plan", job.key)
+    shared = bench.shared_tensors()
+    for model, steps in deployed.cutoffs.items():
+        for step, planned in zip(trajectories[model].steps[:steps], plans[model].steps, strict=False):
+            if step.decision == "accepted":
+                for merge in planned.merges:
+                    shared.digest(merge.recipe)  # made again where the store has lost it
     record = export_pool(
         bench.catalogue.pools[job.key],
         deployed.name,

@@ -106,11 +106,11 @@ def past_tense(rng: Random) -> Iterator[Item]:
 
 
 def elements() -> dict[str, str]:
-    """Twenty-four invented elements and their symbols: the first letter and a later one, which must be remembered."""
+    """Eighteen invented elements and their symbols: the first letter and a later one, which must be remembered."""
     rng = seeded("elements")
     table: dict[str, str] = {}
-    while len(table) < 24:
-        name = rng.choice("bcdgklmnrstvz") + rng.choice("aeiou") + rng.choice("bdgklmnrstvz")
+    while len(table) < 18:
+        name = rng.choice("bcmnrt") + rng.choice("aeiou") + rng.choice("bdgklmnrstvz")
         name += rng.choice(("ium", "on", "ine"))
         symbol = name[0].upper() + rng.choice(name[2:])
         if symbol not in table.values() and name not in table:

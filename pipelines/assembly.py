@@ -16,10 +16,11 @@ def build_definitions(
     catalogue: Catalogue, settings: Settings, listener: Listener = lambda stage, model, seconds: None
 ) -> dg.Definitions:
     """Definitions for the pools of `catalogue` in the artifact root of `settings`."""
+    all_jobs = jobs()
     return dg.Definitions(
         assets=[stage.asset(catalogue, listener) for stage in STAGE_ASSETS],
-        jobs=jobs(),
-        sensors=[rebuild_sensor(catalogue, settings)],
+        jobs=all_jobs,
+        sensors=[rebuild_sensor(catalogue, settings, all_jobs)],
         schedules=[nightly_rebuild(catalogue)],
         resources={"artifact_root": ArtifactRoot(path=str(settings.root))},
     )

@@ -89,6 +89,11 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
         return 1
+    except Exception as error:  # a defect of ours: still one line, and where to find the rest
+        if os.environ.get("SANDHI_DEBUG"):
+            raise
+        print(f"unexpected {type(error).__name__}: {error} (set SANDHI_DEBUG=1 to see where)", file=sys.stderr)
+        return 1
     if document is not None:
         json.dump(document, sys.stdout, indent=2, sort_keys=True, allow_nan=False)
         print()

@@ -67,7 +67,8 @@ def _execute(
         raise_on_error=False,
     )
     if not result.success:
-        raise BuildError(_reason(result), remedy="mend it and build again: what is done is kept", **_about(run))
+        about = f"{run.stages[0]} of {run.key} failed: {_reason(result)}"
+        raise BuildError(about, remedy="then build again: what is done is kept")
     made: Counter[str] = Counter()
     for event in result.get_asset_materialization_events():
         metadata = event.materialization.metadata
@@ -80,7 +81,7 @@ def _reason(result: Any) -> str:
     for event in result.get_step_failure_events():
         data = event.step_failure_data
         if data.user_failure_data is not None and data.user_failure_data.description:
-            return str(data.user_failure_data.description)
+            return str(data.user_failure_data.description).removeprefix("error: ")
         error = data.error
         while error is not None and error.cause is not None:
             error = error.cause
@@ -88,6 +89,3 @@ def _reason(result: Any) -> str:
             return f"unexpected {error.cls_name}: {error.message.strip()}"
     return "the run failed; Dagster's event log says why"
 
-
-def _about(run: Run) -> dict[str, Any]:
-    return {"file": f"{run.stages[0]}[{run.key}]"}

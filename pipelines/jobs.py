@@ -11,7 +11,10 @@ from sandhi_core.graph import STAGES, Node
 JOB_OF: dict[str, str] = {stage: f"build_{stage}" for stage in STAGES} | {"sharing_proof": "build_deployment"}
 
 
-def jobs() -> list[UnresolvedAssetJobDefinition]:
+StageJob = UnresolvedAssetJobDefinition
+
+
+def jobs() -> list[StageJob]:
     return [
         dg.define_asset_job(name, selection=dg.AssetSelection.assets(*[s for s in STAGES if JOB_OF[s] == name]))
         for name in sorted(set(JOB_OF.values()))

@@ -1,22 +1,22 @@
 """Notices that a pool file, a task or a checkpoint changed, and starts exactly what the planner calls stale."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from pipelines.jobs import jobs, runs
+from pipelines.jobs import StageJob, runs
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import SandhiError
 from sandhi_core.graph import STAGES, Catalogue
 
 
-def rebuild_sensor(catalogue: Catalogue, settings: Settings) -> dg.SensorDefinition:
+def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[StageJob]) -> dg.SensorDefinition:
     """Requests the planner's frontier; the next tick sees what that made stale, until nothing is."""
 
     @dg.sensor(
         name="rebuild_stale",
-        jobs=jobs(),
+        jobs=jobs,
         minimum_interval_seconds=30,
         description="Starts what is stale in any pool. Waits while something it started is still running.",
     )

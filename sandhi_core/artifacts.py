@@ -6,7 +6,7 @@
     scans/                    digests and statistics of weight files, by file identity (scan)
     store/                    shared tensors by digest (store)
     exports/POOL/ID/          exported checkpoints with their manifest (export)
-    reports/POOL/  tables/    pictures, pages and Parquet
+    reports/POOL/             page, pictures and Parquet tables
     dagster/                  Dagster's own files, unless DAGSTER_HOME says otherwise
 
 Only this directory is ever written.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandhi_core.checkpoint import tensor_digest
-from sandhi_core.layout import INDEX, MANIFEST, index_bytes, shards
+from sandhi_core.layout import DEPLOYMENT, INDEX, MANIFEST, index_bytes, shards
 from sandhi_core.records import ExportedTensor, Manifest
 from sandhi_core.safetensors_file import FormatError, map_file
 
@@ -50,7 +50,7 @@ def _listing(export_root: Path, manifest: Manifest) -> Iterator[str]:
     path = export_root / MANIFEST
     if path.is_symlink() or not path.is_file() or path.read_bytes() != manifest.canonical():
         yield f"file {MANIFEST}: is not the manifest of these weights in its canonical form"
-    expected = {MANIFEST}
+    expected = {MANIFEST, DEPLOYMENT}
     for model in manifest.models.values():
         expected |= {f"{model.directory}/{f}" for f in (INDEX, *model.files, *shards(model))}
     for directory, subdirectories, files in os.walk(export_root):

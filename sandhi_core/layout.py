@@ -15,6 +15,7 @@ from sandhi_core.records import ExportedModel, ExportedTensor, Fingerprint, Link
 from sandhi_core.savings import Holding, holdings
 
 MANIFEST = "sandhi.json"
+DEPLOYMENT = "deployment.json"  # joins the export once it is proved; the manifest does not speak of it
 INDEX = "model.safetensors.index.json"
 PRIVATE = "private.safetensors"
 

@@ -53,7 +53,7 @@ class Meaning:
             "heads": self.dims["heads"],
             "key_heads": self.dims["key_heads"],
             "head": self.dims["D"],
-            "rope": self._rope(kind),
+            "rope": _rope(self.config, kind),
             "window": self.config.get("sliding_window") if windowed else None,
             "scale": self.config.get("query_pre_attn_scalar"),
             "softcap": self.config.get("attn_logit_softcapping"),
@@ -90,17 +90,6 @@ class Meaning:
     def _layer_type(self, layer: int) -> str | None:
         types = self.config.get("layer_types")
         return str(types[layer]) if types else None
-
-    def _rope(self, kind: str | None) -> dict[str, Any]:
-        rope = self.config[_NEW_ROPE]
-        rope = rope.get(kind, rope)  # gemma3_text has one for each kind of layer
-        rope = {k: float(v) if type(v) is int else v for k, v in rope.items() if k != "type"}
-        rope.setdefault("partial_rotary_factor", 1.0)
-        if rope["rope_type"] == "default":
-            return {k: rope[k] for k in ("rope_type", "rope_theta", "partial_rotary_factor")}
-        if rope["rope_type"] not in _SELF_CONTAINED:
-            rope["max_position_embeddings"] = self.config["max_position_embeddings"]
-        return rope
 
     def _read(self, config: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -141,10 +130,11 @@ class Meaning:
         """Readers of either spelling of the rope must come to the same one."""
         if config.get(_NEW_ROPE) is None or all(config.get(name) is None for name in _OLD_ROPE):
             return
-        old = self._read({k: v for k, v in config.items() if k != _NEW_ROPE})[_NEW_ROPE]
-        new = self._read({k: v for k, v in config.items() if k not in _OLD_ROPE})[_NEW_ROPE]
-        if old != new:
-            raise self._invalid(f"{_NEW_ROPE} says {new}, but the older fields say {old}")
+        old = self._read({k: v for k, v in config.items() if k != _NEW_ROPE})
+        new = self._read({k: v for k, v in config.items() if k not in _OLD_ROPE})
+        for kind in dict.fromkeys(self.config.get("layer_types") or [None]):
+            if (said := _rope(new, kind)) != (meant := _rope(old, kind)):
+                raise self._invalid(f"{_NEW_ROPE} says {said}, but the older fields say {meant}")
 
     def _invalid(self, reason: str) -> CheckpointError:
         return CheckpointError(
@@ -154,3 +144,16 @@ class Meaning:
             remedy="take the file from the model's source again, or correct it",
             code="config-invalid",
         )
+
+
+def _rope(config: dict[str, Any], kind: str | None) -> dict[str, Any]:
+    """The rope of layers of a kind, with what does not change it left out."""
+    rope = config[_NEW_ROPE]
+    rope = rope.get(kind, rope)  # gemma3_text has one for each kind of layer
+    rope = {k: float(v) if type(v) is int else v for k, v in rope.items() if k != "type"}
+    rope.setdefault("partial_rotary_factor", 1.0)
+    if rope["rope_type"] == "default":
+        return {k: rope[k] for k in ("rope_type", "rope_theta", "partial_rotary_factor")}
+    if rope["rope_type"] not in _SELF_CONTAINED:
+        rope["max_position_embeddings"] = config["max_position_embeddings"]
+    return rope

@@ -57,11 +57,11 @@ def row_moments(matrix: Tensor) -> tuple[Doubles, Doubles]:
 
 def _add(mean: Doubles, squares: Doubles, seen: int, piece: Tensor) -> None:
     """Take `piece` (rows, columns) into the moments of what the `seen` columns before it held."""
-    values: Doubles = piece.to(torch.float64, memory_format=torch.contiguous_format).numpy()
+    values: Doubles = torch.empty(piece.shape, dtype=torch.float64).copy_(piece).numpy()
     count = values.shape[1]
     middle = values.sum(axis=1) / count
-    around = values - middle[:, None]
-    around *= around
+    values -= middle[:, None]
+    values *= values
     delta = middle - mean
-    squares += around.sum(axis=1) + delta * delta * (seen * count / (seen + count))
+    squares += values.sum(axis=1) + delta * delta * (seen * count / (seen + count))
     mean += delta * (count / (seen + count))

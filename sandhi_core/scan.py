@@ -9,11 +9,9 @@ path, size, time and inode:
 """
 
 import hashlib
-import os
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
@@ -130,9 +128,7 @@ def _file(checkpoint: Checkpoint, file: str, scans: Path) -> FileScan | list[Pro
     if (earlier := _kept(kept, scans)) is not None:
         return earlier
     entries = [entry for entry in checkpoint.headers.values() if entry.file == file]
-    raw = [checkpoint.raw(entry.name) for entry in entries]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        scanned = list(threads.map(_scan, entries, raw))
+    scanned = [_scan(entry, checkpoint.raw(entry.name)) for entry in entries]
     checkpoint.require_unchanged(file)
     if problems := [_not_finite(checkpoint.model, s) for s in scanned if s.bad_row is not None]:
         return problems

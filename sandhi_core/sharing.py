@@ -5,6 +5,7 @@ transformers answers the holdout from them as the scored weights did); the files
 inode); processes that load the files share (proportional set size).
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.disk import DiskCheck, verify_disk
-from sandhi_core.layout import read_manifest, shards
+from sandhi_core.layout import DEPLOYMENT, read_manifest, shards
 from sandhi_core.memory import ENGINE, PAGE, compare, measure
 from sandhi_core.records import (
     Evaluation,
@@ -146,10 +147,10 @@ def _not_saved(claimed: int, on_disk: int, in_memory: int, manifest: Manifest) -
 
 
 def verify(
-    export_root: Path, manifest: str | None = None, memory: bool = False
+    export_root: Path, memory: bool = False
 ) -> tuple[dict[str, Any], bool]:
-    """Check an export as it lies there, and whether all is well. `manifest` is the digest that a deployment
-    speaks of; without it the directory's own name must be the manifest's. With `memory`, processes load
+    """Check an export as it lies there, and whether all is well. The manifest must be the one that its deployment
+    speaks of; without a deployment the directory's own name must be the manifest's. With `memory`, processes load
     the models and the table says what they save against each holding its files alone.
 
     Raises ProofError where there is no manifest, or where a sound export cannot be loaded.
@@ -157,9 +158,9 @@ def verify(
     found = read_manifest(export_root)
     disk = verify_disk(export_root, found)
     problems = list(disk.problems)
-    wanted = manifest or export_root.resolve().name
-    if not found.digest.startswith(wanted):
-        problems.append(f"the manifest is {found.digest}, not {wanted}")
+    wanted, named_by = _wanted(export_root)
+    if not wanted or not found.digest.startswith(wanted):
+        problems.append(f"the manifest is {found.digest}, {named_by} says {wanted or 'nothing'}")
     table = {
         "export": str(export_root),
         "manifest": found.digest,
@@ -174,6 +175,17 @@ def verify(
     if memory and not problems:
         table["memory"] = _loaded({n: export_root / m.directory for n, m in found.models.items()})
     return table, not problems
+
+
+def _wanted(export_root: Path) -> tuple[str, str]:
+    """The digest (or its beginning) that the manifest must have, and what says so."""
+    try:
+        deployment = json.loads((export_root / DEPLOYMENT).read_bytes())
+        return str(deployment["manifest"]), DEPLOYMENT
+    except FileNotFoundError:
+        return export_root.resolve().name, "the directory's name"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "", f"{DEPLOYMENT}, which cannot be read,"
 
 
 def _row(manifest: Manifest, name: str) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Settings of all tests."""
 
-import os
+from sandhi_core.offline import work_offline
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_DATASETS_OFFLINE"] = "1"
+work_offline()
 
-from hypothesis import settings
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("sandhi", deadline=None)  # correctness tests never depend on time
 settings.load_profile("sandhi")

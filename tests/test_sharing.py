@@ -1,3 +1,4 @@
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -240,9 +241,20 @@ def test_verify_measures_processes(case: Case, monkeypatch: pytest.MonkeyPatch) 
 
 def test_verify_holds_an_export_to_the_deployments_digest(case: Case) -> None:
     root, manifest = case.exported()
-    assert verify(root, manifest.digest)[1]
-    table, ok = verify(root, "0" * 64)
-    assert not ok and table["problems"] == [f"the manifest is {manifest.digest}, not {'0' * 64}"]
+    deployment = root / "deployment.json"
+    deployment.write_text(json.dumps({"manifest": manifest.digest}))
+    assert verify(root)[1]
+    deployment.write_text(json.dumps({"manifest": "0" * 64}))
+    table, ok = verify(root)
+    assert not ok and table["problems"] == [f"the manifest is {manifest.digest}, deployment.json says {'0' * 64}"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"manifest": ""}'])
+def test_verify_needs_a_deployment_that_can_be_read(case: Case, text: str) -> None:
+    root, _ = case.exported()
+    (root / "deployment.json").write_text(text)
+    table, ok = verify(root)
+    assert not ok and "says nothing" in table["problems"][0]
 
 
 def test_verify_knows_a_manifest_that_was_written_anew(case: Case) -> None:
@@ -251,7 +263,7 @@ def test_verify_knows_a_manifest_that_was_written_anew(case: Case) -> None:
     (root / "sandhi.json").unlink()
     (root / "sandhi.json").write_bytes(forged.canonical())
     table, ok = verify(root)
-    assert not ok and table["problems"] == [f"the manifest is {forged.digest}, not {root.name}"]
+    assert not ok and table["problems"] == [f"the manifest is {forged.digest}, the directory's name says {root.name}"]
 
 
 def test_verify_needs_a_manifest(tmp_path: Path) -> None:

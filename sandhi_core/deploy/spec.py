@@ -14,6 +14,7 @@ from sandhi_core.deploy import vllm
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, memory_of
 from sandhi_core.errors import ProofError
 from sandhi_core.files import write_atomic
+from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
     ExportedModel,
@@ -26,8 +27,6 @@ from sandhi_core.records import (
     Record,
     SharingProof,
 )
-
-DEPLOYMENT = "deployment.json"
 
 
 class Claims(Part):
