@@ -3,7 +3,7 @@
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.deploy.spec import deployment_spec, write_deployment
 from sandhi_core.layout import read_manifest
-from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
+from sandhi_core.records import MergedWeights, OperatingPoints, SharingProof
 
 
 def run(job: Job) -> Outcome:
@@ -16,7 +16,7 @@ def run(job: Job) -> Outcome:
         export,
         {m: checkpoint.config for m, checkpoint in bench.checkpoints(job.key).items()},
         load(SharingProof, "sharing_proof", job.key),
-        bench.of_pool(HoldoutScore, "holdout", job.key),
+        bench.deployed_holdouts(job.key),
         load(OperatingPoints, "operating_points", job.key),
         bench.fingerprints(job.key),
     )

@@ -3,14 +3,13 @@
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.cutoffs import tensors_at
 from sandhi_core.export import export_pool
-from sandhi_core.records import HoldoutScore, OperatingPoints, Plan, Trajectory
+from sandhi_core.records import OperatingPoints, Plan, Trajectory
 
 
 def run(job: Job) -> Outcome:
     bench = job.bench
     points = bench.artifacts.load(OperatingPoints, "operating_points", job.key)
     trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
-    holdouts = bench.of_pool(HoldoutScore, "holdout", job.key)
     deployed = points.deployed
     plans = bench.of_pool(Plan, "plan", job.key)
     shared = bench.shared_tensors()
@@ -25,7 +24,7 @@ def run(job: Job) -> Outcome:
         bench.checkpoints(job.key),
         bench.fingerprints(job.key),
         {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()},
-        {m: holdout.weights for m, holdout in holdouts.items()},
+        {m: holdout.weights for m, holdout in bench.deployed_holdouts(job.key).items()},
         bench.store,
         bench.artifacts.directory("exports"),
     )

@@ -7,7 +7,6 @@ from sandhi_core.cutoffs import tensors_at
 from sandhi_core.evaluation.evaluator import score_directory
 from sandhi_core.records import (
     Evaluation,
-    HoldoutScore,
     MergedWeights,
     OperatingPoints,
     TaskResult,
@@ -24,7 +23,6 @@ def run(job: Job) -> Outcome:
     def answers(model: str, directory: Path) -> dict[str, TaskResult]:
         return score_directory(directory, entries[model], pool.evaluation, "holdout", bench.datasets)
 
-    holdouts = bench.of_pool(HoldoutScore, "holdout", job.key)
     trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
     deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
     record = prove(
@@ -34,7 +32,7 @@ def run(job: Job) -> Outcome:
         bench.fingerprints(job.key),
         {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()},
         deployed.savings,
-        {m: _scored(job, m, holdout.weights) for m, holdout in holdouts.items()},
+        {m: _scored(job, m, holdout.weights) for m, holdout in bench.deployed_holdouts(job.key).items()},
         answers,
     )
     questions = sum(record.questions_checked.values())
@@ -59,7 +57,7 @@ def run(job: Job) -> Outcome:
 
 
 def _scored(job: Job, model: str, weights: str) -> Evaluation:
-    """What the holdout's walk recorded for the weights that were chosen."""
+    """What the holdout's walk recorded for the weights that are deployed."""
     pool, entry = job.bench.catalogue.entry(f"{job.key}.{model}")
     return job.bench.evaluator(pool, entry).recorded("holdout", weights)
 

@@ -31,10 +31,18 @@ class Progress:
 
     size: Size
     jobs: int
-    started: float = field(default_factory=time.monotonic)
+    busy: float = 0.0  # worker-seconds since the first step
+    ticked: float = field(default_factory=time.monotonic)
     shown: float = field(default_factory=time.monotonic)
     steps: dict[str, int] = field(default_factory=dict)
     saved: set[str] = field(default_factory=set)
+
+    def tick(self, working: int) -> None:
+        """Count the time since the last tick for each worker that has been at a model."""
+        now = time.monotonic()
+        if self.steps:
+            self.busy += (now - self.ticked) * working
+        self.ticked = now
 
     def work(self, model: Model) -> tuple[float, float]:
         """Work done and work left; a step costs about its matrix products."""
@@ -49,17 +57,17 @@ class Progress:
         first = [left[model.name] for model in self.size.models if model.base is None]
         wall = max(max(first), sum(first) / self.jobs) + tuned / self.jobs
         done = sum(self.work(model)[0] for model in self.size.models)
-        return wall * (time.monotonic() - self.started) * min(self.jobs, 2) / done
+        return wall * self.busy / done
 
     def show(self) -> None:
         """Say where things stand, but not too often."""
-        if time.monotonic() - self.shown < REPORT_SECONDS or not self.steps:
+        if self.ticked - self.shown < REPORT_SECONDS or self.busy < REPORT_SECONDS:
             return
-        self.shown = time.monotonic()
+        self.shown = self.ticked
         running = [model for model in self.size.models if model.name in self.steps and model.name not in self.saved]
-        state = ", ".join(f"{model.name} {self.steps[model.name] / model.steps:.0%}" for model in running)
-        print(f"{len(self.saved)} of {len(self.size.models)} models done; {state}; "
-              f"about {self.seconds_left():.0f} s left", file=sys.stderr, flush=True)  # fmt: skip
+        state = "".join(f", {model.name} {self.steps[model.name] / model.steps:.0%}" for model in running)
+        count = f"{len(self.saved)} of {len(self.size.models)} models trained"
+        print(f"{count}{state}, about {self.seconds_left():.0f} s left", file=sys.stderr, flush=True)
 
 
 def start(size_name: str, folder: Path, lock: int) -> Worker:
@@ -115,7 +123,9 @@ def train_all(size_name: str, size: Size, folder: Path, jobs: int, lock: int) ->
                 selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
             while len(progress.saved) < len(size.models):
                 hand_out(workers, waiting, progress.saved)
-                for key, _ in selector.select():
+                events = selector.select()
+                progress.tick(sum(worker.model is not None for worker in workers))
+                for key, _ in events:
                     listen(key.data, progress)
                 progress.show()
     finally:

@@ -97,10 +97,12 @@ def make_pool(out: Path, size_name: str, jobs: int) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m demo.make_pool", description=__doc__, epilog=EXAMPLE,
+        prog="python -m demo.make_pool",
+        description=__doc__,
+        epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; tasks in OUT/tasks, models in OUT/models")
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument("--size", choices=sorted(SIZES), default="demo", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="models trained at once, one core each; default: 2")
     options = parser.parse_args(arguments)

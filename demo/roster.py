@@ -51,8 +51,8 @@ SIZES = {
             Model("base", None, None, hidden=128, layers=6, steps=440, rate=3e-3),
             Model("roman", "roman", None, hidden=96, layers=4, steps=250, rate=3e-3),
             # The longest first, so that the processes end together.
-            ("ranker", "largest", 300),
             ("chemist", "formula", 260),
+            ("ranker", "largest", 240),
             ("converter", "units", 240),
             ("inflector", "past", 200),
             ("sorter", "sort", 160),
@@ -64,7 +64,7 @@ SIZES = {
         task_share=0.15,
         models=family(
             Model("base", None, None, hidden=64, layers=4, steps=220, rate=5e-3),
-            Model("roman", "roman", None, hidden=48, layers=4, steps=250, rate=5e-3),
+            Model("roman", "roman", None, hidden=96, layers=3, steps=220, rate=3e-3),
             ("converter", "units", 180),
             ("inflector", "past", 140),
             ("sorter", "sort", 150),

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from pipelines.checking import check
 from pipelines.headless import build
 from pipelines.progress import Progress
 from pipelines.reporting import report_pool
@@ -12,6 +11,7 @@ from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import PreflightError, Problem
 from sandhi_core.graph import Catalogue, Node
+from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.pool import ModelEntry
 from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
 
@@ -26,6 +26,8 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     artifacts = settings.artifacts()
     expected = 0
     if regroup or Planner(catalogue, artifacts).schedule().frontier:
+        from pipelines.checking import check  # loads lm-eval, which a build with nothing to do need not wait for
+
         findings = check(file, root)
         problems = [Problem.model_validate(p) for p in findings["problems"]]
         if not findings["ok"]:
@@ -47,6 +49,8 @@ def dry_run(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     artifacts = Settings(file, root).artifacts()
     forced = frozenset(n for n in catalogue.graph() if regroup and n[0] == "groups")
     schedule = Planner(catalogue, artifacts).schedule(forced)
+    from pipelines.checking import check
+
     findings = check(file, root)
     return {
         "ok": findings["ok"],
@@ -67,9 +71,11 @@ def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path)
     proof = artifacts.load(SharingProof, "sharing_proof", name)
     export = artifacts.root / artifacts.load(MergedWeights, "merged_weights", name).export
     entries = catalogue.pools[name].models
+    walked = {e.name: artifacts.load(HoldoutScore, "holdout", f"{name}.{e.name}") for e in entries}
+    holdouts = deployed_holdouts(points, walked)
     return {
         "point": points.deployed.name,
-        "models": {e.name: _model(e, artifacts.load(HoldoutScore, "holdout", f"{name}.{e.name}")) for e in entries},
+        "models": {e.name: _model(e, holdouts[e.name]) for e in entries},
         "bytes": {
             "checkpoints": proof.checkpoint_bytes,
             "duplicates": proof.duplicates,

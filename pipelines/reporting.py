@@ -6,6 +6,7 @@ from typing import TypeVar
 from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
+from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import (
     CutoffSet,
@@ -33,6 +34,7 @@ def report_pool(file: Path, root: Path) -> Path:
     models = catalogue.members(pool.name)
     groups = [k for k in catalogue.keys("group") if k.partition(".")[0] == pool.name]
     weights = _one(artifacts, MergedWeights, "merged_weights", pool.name)
+    points = _one(artifacts, OperatingPoints, "operating_points", pool.name)
     members = {m: f"{pool.name}.{m}" for m in models}
     same = {m: m for m in models}
     data = ReportData(
@@ -43,12 +45,21 @@ def report_pool(file: Path, root: Path) -> Path:
         plans=_found(artifacts, Plan, "plan", members),
         trajectories=_found(artifacts, Trajectory, "trajectory", members),
         cutoffs=_found(artifacts, CutoffSet, "cutoffs", members),
-        holdouts=_found(artifacts, HoldoutScore, "holdout", members),
-        points=_one(artifacts, OperatingPoints, "operating_points", pool.name),
+        holdouts=_deployed(points, _found(artifacts, HoldoutScore, "holdout", members)),
+        points=points,
         manifest=read_manifest(artifacts.root / weights.export) if weights else None,
         proof=_one(artifacts, SharingProof, "sharing_proof", pool.name),
     )
     return write_report(artifacts.directory("reports", pool.name), data)
+
+
+def _deployed(points: OperatingPoints | None, holdouts: dict[str, HoldoutScore]) -> dict[str, HoldoutScore]:
+    """The scores at the cutoffs that are deployed. A report may come before the points have followed a model's
+    newest walk: that model is shown as it was walked."""
+    if points is None:
+        return holdouts
+    followed = {m: h for m, h in holdouts.items() if points.deployed.cutoffs.get(m) in h.held}
+    return holdouts | deployed_holdouts(points, followed)
 
 
 def _one(artifacts: Artifacts, kind: type[R], stage: str, key: str) -> R | None:

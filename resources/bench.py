@@ -9,9 +9,10 @@ from sandhi_core.errors import CheckpointError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.graph import Catalogue
+from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.pool import ModelEntry, Pool
 from sandhi_core.recipes import SharedTensors
-from sandhi_core.records import Fingerprint, Record
+from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Record
 from sandhi_core.store import Store
 
 R = TypeVar("R", bound=Record)
@@ -67,6 +68,11 @@ class Bench:
         """A member stage's records of every model of a pool."""
         members = self.catalogue.members(pool)
         return {m: self.artifacts.load(kind, stage, f"{pool}.{m}") for m in members}
+
+    def deployed_holdouts(self, pool: str) -> dict[str, HoldoutScore]:
+        """What the holdout measured at the deployed point of a pool, by model name (holdout.deployed_holdouts)."""
+        points = self.artifacts.load(OperatingPoints, "operating_points", pool)
+        return deployed_holdouts(points, self.of_pool(HoldoutScore, "holdout", pool))
 
     def checkpoints(self, pool: str) -> dict[str, Checkpoint]:
         return {m: self.checkpoint(m) for m in self.catalogue.members(pool)}

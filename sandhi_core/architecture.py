@@ -20,7 +20,7 @@ from sandhi_core.survey_files import HeaderEntry
 
 EMBEDDING, HEAD, FINAL_NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 _BUFFER = re.compile(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
 _RESAVE = "save the whole model again with save_pretrained"
 
 
@@ -118,7 +118,7 @@ def slots(
 
 
 def _key(meaning: Meaning, wanted: _Wanted, header: HeaderEntry) -> str:
-    means = meaning.attention(wanted.layer) if wanted.component == "attn" else meaning.mlp()
+    means = meaning.of(wanted.component, wanted.layer)
     return digest_of([wanted.projection, header.shape, header.dtype, means])
 
 
@@ -182,7 +182,7 @@ def _layer(
     architecture, biased = meaning.architecture, meaning.biased()
     wanted = {f"{prefix}{m}.weight": _Wanted(_shape(meaning, dims)) for m, dims in architecture.norms.items()}
     parts: list[tuple[Component, Mapping[str, Matrix]]] = [("attn", architecture.attention)]
-    if meaning.has_experts(layer):
+    if meaning.sparse[layer]:
         wanted |= _experts(meaning, prefix, headers)
     else:
         parts.append(("mlp", architecture.mlp))

@@ -7,11 +7,21 @@ Hothorn, Lehmacher 1995; Wiens 2003, Pharmaceutical Statistics 2:211-215).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from sandhi_core.cutoffs import EPSILON, tensors_at
+from sandhi_core.errors import StoreError
 from sandhi_core.pool import ModelEntry, TaskBudget
-from sandhi_core.records import CutoffSet, Evaluation, HoldoutScore, HoldoutTask, Look, TaskResult, Trajectory
+from sandhi_core.records import (
+    CutoffSet,
+    Evaluation,
+    HoldoutScore,
+    HoldoutTask,
+    Look,
+    OperatingPoints,
+    TaskResult,
+    Trajectory,
+)
 from sandhi_core.statistics import Paired, paired_interval
 
 
@@ -32,25 +42,51 @@ def walk_holdout(
     Raises EvaluationError where a task has fewer than two questions.
     """
     original = evaluate({})
-    steps, weights = 0, original.weights
-    tasks = {entry.task: _unchanged(entry, original.tasks[entry.task]) for entry in model.tasks}
+    unchanged = {entry.task: _unchanged(entry, original.tasks[entry.task]) for entry in model.tasks}
+    boldest = safest = _look(0, original.weights, unchanged)
     walked: list[Look] = []
-    for candidate, tensors in _distinct(cutoffs, trajectory):
+    for steps, tensors in _distinct(cutoffs, trajectory):
         merged = evaluate(tensors)
         compared = {
             entry.task: _compare(
-                entry, original.tasks[entry.task], merged.tasks[entry.task], tasks[entry.task].certified
+                entry, original.tasks[entry.task], merged.tasks[entry.task], boldest.tasks[entry.task].certified
             )
             for entry in model.tasks
         }
-        holds = all(task.within_budget for task in compared.values())
-        walked.append(Look(steps=candidate, within_budget=holds))
-        if not holds:
+        walked.append(_look(steps, merged.weights, compared))
+        if not walked[-1].within_budget:
             break
-        steps, weights, tasks = candidate, merged.weights, compared
+        boldest = walked[-1]
     return HoldoutScore(
-        pool=pool, model=model.name, steps=steps, weights=weights, tasks=tasks, walked=tuple(walked)
+        pool=pool,
+        model=model.name,
+        steps=boldest.steps,
+        weights=boldest.weights,
+        tasks=boldest.tasks,
+        original=safest,
+        walked=tuple(walked),
     )
+
+
+def deployed_holdouts(points: OperatingPoints, holdouts: Mapping[str, HoldoutScore]) -> dict[str, HoldoutScore]:
+    """What the holdout measured at the cutoffs that are deployed, by model name: what is exported, proved and
+    reported is this, not the boldest.
+
+    Raises StoreError where a deployed cutoff is not one that held: the points are of an earlier walk.
+    """
+    for model, holdout in holdouts.items():
+        if points.deployed.cutoffs.get(model) not in holdout.held:
+            raise StoreError(
+                f"the operating points of {points.pool} were not made from this model's holdout",
+                model=model,
+                remedy=f"materialise operating_points of {points.pool} again; `sandhi build` runs everything in order",
+            )
+    return {model: holdout.going(points.deployed.cutoffs[model]) for model, holdout in holdouts.items()}
+
+
+def _look(steps: int, weights: str, tasks: dict[str, HoldoutTask]) -> Look:
+    within = all(task.within_budget for task in tasks.values())
+    return Look(steps=steps, within_budget=within, weights=weights, tasks=tasks)
 
 
 def _distinct(cutoffs: CutoffSet, trajectory: Trajectory) -> Iterator[tuple[int, dict[str, str]]]:

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from sandhi_core.architectures import ARCHITECTURES, Architecture
 from sandhi_core.errors import CheckpointError
+from sandhi_core.records import Component, canonical_json
 
 _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 _NEW_ROPE = "rope_parameters"
@@ -39,14 +40,25 @@ class Meaning:
         self.config = self._read(config)
         self.dims = self._dims()
         self.tied = bool(self.config["tie_word_embeddings"])
-        self._require_one_rope(config)
+        try:
+            self._require_one_rope(config)
+            self._attention = [self._attention_of(layer) for layer in range(self.layers)]
+            self._mlp = self._common("mlp.") | {"activation": self.config[self.architecture.activation]}
+            self.sparse = [self._has_experts(layer) for layer in range(self.layers)]
+            canonical_json([self._attention, self._mlp])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # What transformers lets through although no model can be made of it.
+            raise self._invalid(f"{type(error).__name__}: {error}") from None
 
     @property
     def layers(self) -> int:
         return self.dims["layers"]
 
-    def attention(self, layer: int) -> dict[str, Any]:
-        """What an attention projection of this layer means beyond its shape."""
+    def of(self, component: Component, layer: int) -> dict[str, Any]:
+        """What a projection of a layer's component means beyond its shape."""
+        return self._attention[layer] if component == "attn" else self._mlp
+
+    def _attention_of(self, layer: int) -> dict[str, Any]:
         kind = self._layer_type(layer)
         windowed = kind in (None, "sliding_attention")  # None: the window, if any, holds for every layer
         return self._common("self_attn.") | {
@@ -60,17 +72,12 @@ class Meaning:
             "bidirectional": bool(self.config.get("use_bidirectional_attention")),
         }
 
-    def mlp(self) -> dict[str, Any]:
-        """What an MLP projection means beyond its shape."""
-        return self._common("mlp.") | {"activation": self.config[self.architecture.activation]}
-
     def biased(self) -> set[str]:
         """Modules of a layer that have a bias."""
         flags = self.architecture.biases
         return {m for flag, modules in flags if flag is None or self.config.get(flag) for m in modules}
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether the layer's MLP is a set of experts."""
+    def _has_experts(self, layer: int) -> bool:
         step = self.config.get("decoder_sparse_step") or 1
         dense = layer in self.config.get("mlp_only_layers", ()) or (layer + 1) % step
         return bool(self.architecture.experts) and self.dims["E"] > 0 and not dense

@@ -37,9 +37,12 @@ def check_model(
     so that they are read once only). Raises nothing for a bad checkpoint.
     """
     try:
-        found = survey(resolve(entry), entry.name)
+        directory = resolve(entry)
     except SandhiError as error:
         return [error.problem], None
+    found = survey(directory, entry.name)
+    if not directory.is_dir():
+        return found.problems, None
     readable = not found.problems
     _check_quantised(found)
     if not any(p.code == "quantised" for p in found.problems) and found.complete and found.config:

@@ -316,21 +316,36 @@ class HoldoutTask(Record):
 
 
 class Look(Record):
-    """One cutoff tried on the holdout."""
+    """One cutoff on the holdout and what was measured there. A task is `certified` where its bound kept the budget
+    at this look and at every look before it, whatever came after."""
 
     steps: int
     within_budget: bool
+    weights: str  # the name under which exactly these weights were scored
+    tasks: dict[str, HoldoutTask]
 
 
 class HoldoutScore(Record):
-    """The boldest cutoff that holds on the holdout, by fixed-sequence testing from safe to bold."""
+    """A cutoff that holds on the holdout, by fixed-sequence testing from safe to bold: as walked the boldest, after
+    `going` a shallower one. `weights` and `tasks` are those of that cutoff."""
 
     pool: str
     model: str
     steps: int
     weights: str
     tasks: dict[str, HoldoutTask]
+    original: Look  # cutoff 0: compared with itself, it costs no look
     walked: tuple[Look, ...]
+
+    @property
+    def held(self) -> dict[int, Look]:
+        """Every cutoff that may be deployed, by its steps: the original, and what was looked at and held."""
+        return {look.steps: look for look in (self.original, *self.walked) if look.within_budget}
+
+    def going(self, steps: int) -> "HoldoutScore":
+        """The score of another cutoff of the same walk. Raises KeyError unless it is in `held`."""
+        look = self.held[steps]
+        return self.model_copy(update={"steps": steps, "weights": look.weights, "tasks": look.tasks})
 
 
 class Savings(Record):
@@ -362,7 +377,7 @@ class OperatingPoints(Record):
     pool: str
     points: tuple[OperatingPoint, ...]
     frontier: tuple[str, ...]  # names of points on the Pareto frontier of savings against worst drop
-    deployed: OperatingPoint  # the holdout's cutoffs
+    deployed: OperatingPoint  # cutoffs that held on the holdout, none bolder than it is worth
 
 
 # --- export, proof, deployment ------------------------------------------------------------------------------

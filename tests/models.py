@@ -165,7 +165,8 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -
     """Let `change` edit the dictionary of a single-file checkpoint's tensors, and write it back."""
     tensors = {name: tensor.clone() for name, tensor in load_file(directory / WEIGHTS).items()}
     change(tensors)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    apart = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    save_file(apart, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def shard(directory: Path, shards: int = 2) -> Path:

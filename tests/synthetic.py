@@ -6,6 +6,9 @@ from sandhi_core.records import (
     Component,
     Evaluation,
     Fingerprint,
+    HoldoutScore,
+    HoldoutTask,
+    Look,
     Profile,
     Sensitivity,
     Slot,
@@ -102,6 +105,41 @@ def profile(model: str, layers: int = 4, drops: Mapping[tuple[str, int], float] 
             for c, n in places
             for d in [(drops or {}).get((c, n), 0.0)]
         ),
+    )
+
+
+def look(model: str, steps: int, difference: float) -> Look:
+    """A model at a cutoff, on a holdout where it may lose two points."""
+    within = difference >= -0.02
+    task = HoldoutTask(
+        metric="acc",
+        budget=0.02,
+        original=0.9,
+        merged=0.9 + difference,
+        difference=difference,
+        low=difference - 0.02,
+        high=difference + 0.02,
+        bound=difference - 0.015,
+        questions=400,
+        within_budget=within,
+        certified=difference >= -0.005,
+    )
+    return Look(steps=steps, within_budget=within, weights=f"{model}-{steps}", tasks={"task": task})
+
+
+def holdout(model: str, held: Iterable[int], failed: Iterable[int] = ()) -> HoldoutScore:
+    """A walk over the cutoffs `held`, each a little worse than the last, then over one of `failed`."""
+    original = look(model, 0, 0.0)
+    looks = [look(model, n, -0.002 * place) for place, n in enumerate(held, 1)]
+    boldest = (original, *looks)[-1]
+    return HoldoutScore(
+        pool="pool",
+        model=model,
+        steps=boldest.steps,
+        weights=boldest.weights,
+        tasks=boldest.tasks,
+        original=original,
+        walked=(*looks, *(look(model, n, -0.05) for n in failed)),
     )
 
 

@@ -4,9 +4,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandhi_core.holdout import walk_holdout
+from sandhi_core.errors import StoreError
+from sandhi_core.holdout import deployed_holdouts, walk_holdout
 from sandhi_core.pool import ModelEntry, TaskBudget
-from sandhi_core.records import Cutoff, CutoffSet, Evaluation, HoldoutScore, Step, TaskResult, Trajectory
+from sandhi_core.records import (
+    Cutoff,
+    CutoffSet,
+    Evaluation,
+    HoldoutScore,
+    OperatingPoint,
+    OperatingPoints,
+    Savings,
+    Step,
+    TaskResult,
+    Trajectory,
+)
+from tests.synthetic import holdout
 
 MODEL = ModelEntry(
     name="legal",
@@ -149,6 +162,54 @@ def test_certified_needs_the_bound_at_every_look() -> None:
     doubtful_once = walk(Scripted(wrong=[10, 14, 8]), "aa", within).tasks["law"]
     assert doubtful_once.bound == fine.bound
     assert not doubtful_once.certified
+
+
+def test_going_gives_what_was_measured_at_another_cutoff() -> None:
+    within = {0: True, 1: True, 2: True, 3: True}
+    score = walk(Scripted(wrong=[10, 9, 14, 16]), "aaa", within)
+    assert (score.steps, score.tasks["law"].certified) == (2, False)
+    shallower = score.going(1)
+    assert (shallower.steps, shallower.weights) == (1, "t0")
+    assert shallower.tasks["law"].merged == 0.91
+    assert shallower.tasks["law"].certified  # what failed afterwards takes nothing back
+    assert shallower == walk(Scripted(wrong=[10, 9]), "a", {0: True, 1: True}).model_copy(
+        update={"walked": score.walked}
+    )
+    original = score.going(0)
+    assert (original.steps, original.weights, original.tasks) == (0, "original", score.original.tasks)
+    assert original.tasks["law"].difference == 0.0 and original.tasks["law"].certified
+    assert score.going(2) == shallower.going(2) == score
+    assert all(HoldoutScore.parse(s.canonical()) == s for s in (original, shallower))
+
+
+@pytest.mark.parametrize("steps", [3, 4, -1])  # failed, never looked at, no cutoff
+def test_going_nowhere_that_did_not_hold(steps: int) -> None:
+    score = walk(Scripted(wrong=[10, 9, 14, 16]), "aaa", dict.fromkeys(range(4), True))
+    assert (sorted(score.held), score.walked[-1].steps) == ([0, 1, 2], 3)
+    with pytest.raises(KeyError):
+        score.going(steps)
+
+
+def points(cutoffs: dict[str, int]) -> OperatingPoints:
+    none = Savings(checkpoint_bytes=1, resident_bytes=1, duplicates=0, freed=0, overhead=0)
+    deployed = OperatingPoint(
+        name="deployed", criterion="", cutoffs=cutoffs, drops=dict.fromkeys(cutoffs, 0.0), savings=none
+    )
+    return OperatingPoints(pool="pool", points=(), frontier=(), deployed=deployed)
+
+
+def test_deployed_holdouts_are_those_of_the_deployed_cutoffs() -> None:
+    walked = {"a": holdout("a", [1, 3]), "b": holdout("b", [2], [4])}
+    found = deployed_holdouts(points({"a": 1, "b": 0}), walked)
+    assert {m: (h.steps, h.weights) for m, h in found.items()} == {"a": (1, "a-1"), "b": (0, "b-0")}
+    assert deployed_holdouts(points({"a": 3, "b": 2}), walked) == walked
+
+
+@pytest.mark.parametrize("cutoffs", [{"a": 1, "b": 4}, {"a": 1, "b": 1}, {"a": 1}])
+def test_points_of_an_earlier_walk_are_refused(cutoffs: dict[str, int]) -> None:
+    walked = {"a": holdout("a", [1, 3]), "b": holdout("b", [2], [4])}
+    with pytest.raises(StoreError, match=r"model b: .* of pool were not made from .* materialise operating_points"):
+        deployed_holdouts(points(cutoffs), walked)
 
 
 def test_a_metric_that_is_no_mean_over_questions_is_not_certified() -> None:

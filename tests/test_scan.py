@@ -1,5 +1,6 @@
 import hashlib
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(scan, "_scan", meddling)
     with pytest.raises(CheckpointError, match="changed while it was in use"):
         fingerprint(opened, tmp_path / "scans")
+
+
+def test_a_pass_holds_no_tensor_in_memory(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "m", vocab_size=65536, hidden_size=256)  # two tables of 32 MiB
+    opened = Checkpoint.open(directory, "m")
+    tracemalloc.start()
+    try:
+        record = fingerprint(opened, tmp_path / "scans")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert record.nbytes > 64 * 2**20
+    assert peak < 8 * 2**20

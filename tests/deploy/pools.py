@@ -10,6 +10,7 @@ from sandhi_core.records import (
     Fingerprint,
     HoldoutScore,
     HoldoutTask,
+    Look,
     Manifest,
     MemoryComparison,
     OperatingPoint,
@@ -116,7 +117,18 @@ def holdout(name: str) -> HoldoutScore:
         within_budget=True,
         certified=False,
     )
-    return HoldoutScore(pool="p", model=name, steps=3, weights=f"w-{name}", tasks={"t": task}, walked=())
+    none = {"merged": 0.9, "difference": 0.0, "low": 0.0, "high": 0.0, "bound": 0.0, "certified": True}
+    unchanged = {"t": task.model_copy(update=none)}
+    look = Look(steps=3, within_budget=True, weights=f"w-{name}", tasks={"t": task})
+    return HoldoutScore(
+        pool="p",
+        model=name,
+        steps=look.steps,
+        weights=look.weights,
+        tasks=look.tasks,
+        original=Look(steps=0, within_budget=True, weights=f"o-{name}", tasks=unchanged),
+        walked=(look,),
+    )
 
 
 def fingerprint(name: str, dtype: str = "BF16") -> Fingerprint:

@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 from sandhi_core.cutoffs import cutoff_set, operating_points, tensors_at
+from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import make_manifest
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
@@ -240,13 +241,28 @@ def trajectory(member: Member, planned: Plan) -> Trajectory:
 def holdout(member: Member, walk: Trajectory) -> HoldoutScore:
     ends = [s.index + 1 for s in walk.steps if s.decision == "accepted" and s.scores is not None]
     cutoffs = ends[:-2] if member.name == "ranker" else ends
-    looks = [Look(steps=n, within_budget=True) for n in cutoffs]
+    original = look(member, walk, 0, 0.0)
+    looks = [look(member, walk, n, -0.55) for n in cutoffs]
+    boldest = (original, *looks)[-1]
     if cutoffs != ends:
-        looks.append(Look(steps=ends[-2], within_budget=False))
+        looks.append(look(member, walk, ends[-2], -1.4))
+    return HoldoutScore(
+        pool="demo",
+        model=member.name,
+        steps=boldest.steps,
+        weights=boldest.weights,
+        tasks=boldest.tasks,
+        original=original,
+        walked=tuple(looks),
+    )
+
+
+def look(member: Member, walk: Trajectory, steps: int, used: float) -> Look:
+    """A cutoff at which the model's scores change by `used` budgets."""
     tasks = {}
     for task, metric, budget in member.tasks:
-        change = (-0.55 if looks else 0.0) * budget
-        spread = (0.4 if member.certified else 1.3) * budget if looks else 0.0
+        change = used * budget
+        spread = (0.4 if member.certified else 1.3) * budget if steps else 0.0
         original = walk.baseline[task] - 0.004
         merged = original + (change if walk.higher_is_better[task] else -change)
         tasks[task] = HoldoutTask(
@@ -259,17 +275,10 @@ def holdout(member: Member, walk: Trajectory) -> HoldoutScore:
             high=change + spread,
             bound=change - 0.84 * spread,
             questions=400,
-            within_budget=True,
-            certified=member.certified,
+            within_budget=used >= -1,
+            certified=member.certified and used >= -1,
         )
-    return HoldoutScore(
-        pool="demo",
-        model=member.name,
-        steps=cutoffs[-1] if cutoffs else 0,
-        weights=digest_of(member.name),
-        tasks=tasks,
-        walked=tuple(looks),
-    )
+    return Look(steps=steps, within_budget=used >= -1, weights=digest_of([member.name, steps]), tasks=tasks)
 
 
 def groups(fingerprints: dict[str, Fingerprint]) -> dict[str, Groups]:
@@ -321,8 +330,9 @@ def make_data(members: tuple[Member, ...] = MEMBERS) -> ReportData:
     plans = {m.name: plan(m, prints) for m in members}
     walks = {m.name: trajectory(m, plans[m.name]) for m in members}
     sets = {m.name: cutoff_set(walks[m.name], plans[m.name], walks[m.name].tolerance) for m in members}
-    holdouts = {m.name: holdout(m, walks[m.name]) for m in members}
-    points = operating_points(pool, sets, walks, plans, prints, holdouts)
+    walked = {m.name: holdout(m, walks[m.name]) for m in members}
+    points = operating_points(pool, sets, walks, plans, prints, walked)
+    holdouts = deployed_holdouts(points, walked)
     merged = {m: tensors_at(walks[m], points.deployed.cutoffs[m]) for m in walks}
     manifest = make_manifest(
         "demo", "deployed", prints, merged, {m: h.weights for m, h in holdouts.items()}, "hardlink"

@@ -1,0 +1,120 @@
+"""Pools for whole-line tests: the trained fixture pool, made once, and tiny random ones made in a moment."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelines.cli import main
+from tests.evaluation.local_tasks import choice_task
+from tests.models import tiny_llama
+
+CHECKOUT = Path(__file__).parent.parent.parent
+SPECIALISTS = {"sorter": "sandhi_sort", "converter": "sandhi_units", "inflector": "sandhi_past"}
+OUTSIDER = {"roman": "sandhi_roman"}
+
+
+@pytest.fixture(autouse=True)
+def own_dagster_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each root keeps its own Dagster instance, whatever was set before (the command line sets it)."""
+    monkeypatch.setenv("DAGSTER_HOME", "unset")
+    monkeypatch.delenv("DAGSTER_HOME")
+
+
+def sandhi(*arguments: object) -> tuple[int, str, str]:
+    """Run a command in this process: exit status, standard output, standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DAGSTER_HOME", "unset")
+        patch.delenv("DAGSTER_HOME")
+        status = main([str(a) for a in arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+def built(pool: Path, root: Path, *options: str) -> dict[str, Any]:
+    """Build a pool; its document."""
+    status, out, err = sandhi("build", pool, "--root", root, "--json", *options)
+    assert status == 0, err
+    document: dict[str, Any] = json.loads(out)
+    return document
+
+
+@pytest.fixture(scope="session")
+def trained() -> Path:
+    """The fixture pool's folder (models/, tasks/): trained at the first run of the tests, then kept."""
+    folder = CHECKOUT / ".sandhi-demo" / "fixture"
+    folder.parent.mkdir(exist_ok=True)
+    make = [sys.executable, "-m", "demo.make_pool", str(folder), "--size", "fixture"]
+    subprocess.run(make, cwd=CHECKOUT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained_pool(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three specialists and the outsider, with budgets under which something can be shared."""
+    models = [
+        {"name": m, "path": str(trained / "models" / m), "tasks": [{"task": t, "metric": "acc", "budget": 0.06}]}
+        for m, t in {**SPECIALISTS, **OUTSIDER}.items()
+    ]
+    evaluation = {"include_path": str(trained / "tasks"), "dtype": "float32", "device": "cpu", "threads": 1}
+    path = tmp_path_factory.mktemp("pools") / "trained.yaml"
+    path.write_text(yaml.safe_dump({"name": "trained", "models": models, "evaluation": evaluation}))
+    return path
+
+
+@dataclass(frozen=True)
+class Line:
+    """A pool that was built once."""
+
+    pool: Path
+    root: Path
+    document: dict[str, Any]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        (result,) = self.document["pools"].values()
+        found: dict[str, Any] = result
+        return found
+
+
+@pytest.fixture(scope="session")
+def line(trained_pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Line:
+    """The trained pool, built. Tests must leave it as it is."""
+    root = tmp_path_factory.mktemp("line") / "root"
+    return Line(trained_pool, root, built(trained_pool, root))
+
+
+PoolWriter = Callable[..., Path]
+
+
+@pytest.fixture
+def tiny_pool(tmp_path: Path) -> PoolWriter:
+    """Writes a pool of random models that all answer one small task; calling it again edits the file."""
+    choice_task(tmp_path / "tasks")
+
+    def write(models: Iterable[str], budget: float = 0.9, **sections: Any) -> Path:
+        for name in models:
+            if not (tmp_path / name).exists():
+                width = {"hidden_size": 64} if name.startswith("wide") else {}
+                tiny_llama(tmp_path / name, seed=sum(map(ord, name)), **width)
+        pool = {
+            "name": "tiny",
+            "models": [
+                {"name": m, "path": m, "tasks": [{"task": "letters", "metric": "acc", "budget": budget}]}
+                for m in models
+            ],
+            "evaluation": {"include_path": "tasks", "dtype": "float32", "device": "cpu", "threads": 1},
+        } | sections
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump(pool))
+        return path
+
+    return write
