@@ -12,7 +12,7 @@ export HF_DATASETS_OFFLINE := 1
 
 .PHONY: demo test ui lint clean
 demo: .venv/installed
-	$(BIN)/python -m demo.make_pool .sandhi-demo --size demo
+	$(BIN)/python -m demo.make_pool .sandhi-demo/demo --size demo
 	$(BIN)/sandhi build pools/demo.yaml
 
 test: lint
@@ -23,7 +23,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 ui: .venv/installed
-	$(BIN)/python -m demo.make_pool .sandhi-demo --size demo
+	$(BIN)/python -m demo.make_pool .sandhi-demo/demo --size demo
 	$(BIN)/python -m pipelines.ui
 
 .venv/installed: pyproject.toml constraints.txt

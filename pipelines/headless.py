@@ -78,6 +78,9 @@ def _execute(
 
 def _reason(result: Any) -> str:
     """The message of the stage's failure, without a traceback."""
+    failed = [c for c in result.get_asset_check_evaluations() if not c.passed]
+    if failed:
+        return "; ".join(f"check {c.check_name}: {c.description}" for c in failed)
     for event in result.get_step_failure_events():
         data = event.step_failure_data
         if data.user_failure_data is not None and data.user_failure_data.description:

@@ -26,6 +26,7 @@ from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import StoreError
 from sandhi_core.files import write_atomic
 from sandhi_core.graph import STAGES, Node, Stored
+from sandhi_core.layout import DEPLOYMENT, MANIFEST
 from sandhi_core.records import (
     CutoffSet,
     Fingerprint,
@@ -94,12 +95,13 @@ class Artifacts:
         return envelope if intact else None
 
     def stored(self, node: Node) -> Stored | None:
-        """What the planner compares. An export that is gone counts as never made."""
+        """What the planner compares. An export that is gone counts as never made, and what was proved of it too:
+        an export that is made again has no deployment yet."""
         envelope = self.envelope(node)
         if envelope is None:
             return None
-        export = envelope.record.get("export")
-        if node[0] == "merged_weights" and not (self.root / str(export)).is_dir():
+        needed = {"merged_weights": MANIFEST, "sharing_proof": DEPLOYMENT, "deployment": DEPLOYMENT}.get(node[0])
+        if needed and not (self.root / envelope.record["export"] / needed).is_file():
             return None
         return Stored(envelope.fingerprint, envelope.data_version)
 

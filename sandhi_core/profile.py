@@ -7,7 +7,7 @@ with an unrelated matrix of the same statistics.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -68,15 +68,16 @@ def profile(
     From the top layer down: what the evaluator keeps of the layers below the last change stays valid longest.
     """
     identity = fingerprint.digest
-    baseline = evaluator.evaluate("profile", Weights(weights_key(identity, {}), dict))
+    baseline = evaluator.evaluate("profile", Weights(weights_key(identity, {})))
     components: dict[Place, list[Slot]] = defaultdict(list)
     for slot in fingerprint.slots:
         components[slot.component, slot.layer].append(slot)
     scored: dict[Place, list[Evaluation]] = defaultdict(list)
     for component, layer in sorted(components, key=lambda place: (-place[1], place[0])):
         for seed in settings.seeds:
-            noise = partial(_noise, fingerprint, checkpoint, seed, components[component, layer])
-            weights = Weights(noise_key(identity, seed, layer, component), noise)
+            slots = {slot.tensor: slot for slot in components[component, layer]}
+            key = noise_key(identity, seed, layer, component)
+            weights = Weights(key, dict.fromkeys(slots, key), partial(_noise, fingerprint, checkpoint, seed, slots))
             scored[component, layer].append(evaluator.evaluate("profile", weights, lowest_layer=layer))
     return Profile(
         model=model,
@@ -92,16 +93,12 @@ def profile(
 
 
 def _noise(
-    fingerprint: Fingerprint, checkpoint: Checkpoint, seed: int, slots: Sequence[Slot]
-) -> dict[str, Tensor]:
-    """The noisy projections of one component, by tensor name."""
-    identity = fingerprint.digest
-    noise = {}
-    for slot in slots:
-        weights, info = checkpoint.tensor(slot.tensor), fingerprint.tensor(slot.tensor)
-        names = (identity, slot.layer, slot.component, slot.projection)
-        noise[slot.tensor] = noisy(weights, seed, *names, info.mean, info.std)
-    return noise
+    fingerprint: Fingerprint, checkpoint: Checkpoint, seed: int, slots: Mapping[str, Slot], tensor: str
+) -> Tensor:
+    """The noisy projection of that tensor name."""
+    slot, info = slots[tensor], fingerprint.tensor(tensor)
+    names = (fingerprint.digest, slot.layer, slot.component, slot.projection)
+    return noisy(checkpoint.tensor(tensor), seed, *names, info.mean, info.std)
 
 
 def _sensitivity(place: Place, baseline: Evaluation, scored: Sequence[Evaluation]) -> Sensitivity:

@@ -9,7 +9,10 @@ from sandhi_core.records import (
     HoldoutScore,
     HoldoutTask,
     Look,
+    OperatingPoint,
+    OperatingPoints,
     Profile,
+    Savings,
     Sensitivity,
     Slot,
     TaskResult,
@@ -141,6 +144,14 @@ def holdout(model: str, held: Iterable[int], failed: Iterable[int] = ()) -> Hold
         original=original,
         walked=(*looks, *(look(model, n, -0.05) for n in failed)),
     )
+
+
+def points_at(cutoffs: Mapping[str, int]) -> OperatingPoints:
+    """Nothing but a deployed point, which saves nothing."""
+    none = Savings(checkpoint_bytes=1, resident_bytes=1, duplicates=0, freed=0, overhead=0)
+    drops = dict.fromkeys(cutoffs, 0.0)
+    deployed = OperatingPoint(name="deployed", criterion="", cutoffs=dict(cutoffs), drops=drops, savings=none)
+    return OperatingPoints(pool="pool", points=(), frontier=(), deployed=deployed)
 
 
 def evaluation(

@@ -31,6 +31,7 @@ from sandhi_core.savings import holdings, savings
 from tests.synthetic import fingerprint, holdout
 
 MLP: Component = "mlp"
+NONE: Mapping[int, Collection[str]] = {}
 
 
 def trajectory(model: str, scores: list[float | None], rejected: frozenset[int] = frozenset()) -> Trajectory:
@@ -173,7 +174,7 @@ def points(
     )
 
 
-def prints(walks: Iterable[str], duplicates: Mapping[int, Collection[str]] = {}) -> dict[str, Fingerprint]:  # noqa: B006
+def prints(walks: Iterable[str], duplicates: Mapping[int, Collection[str]] = NONE) -> dict[str, Fingerprint]:
     """Models with their own bytes, but up matrices of `duplicates`: layer to models that have the same there."""
     common = {m: {(n, "up"): f"same-{n}" for n, who in duplicates.items() if m in who} for m in walks}
     return {m: fingerprint(m, 12, bytes_of=common[m]) for m in walks}
@@ -230,7 +231,7 @@ def test_points_keep_every_model_within_their_budget(scores: dict[str, list[floa
 # --- the deployed point -------------------------------------------------------------------------------------
 
 
-def deployed(walks: dict[str, Trajectory], duplicates: Mapping[int, Collection[str]] = {}) -> dict[str, int]:  # noqa: B006
+def deployed(walks: dict[str, Trajectory], duplicates: Mapping[int, Collection[str]] = NONE) -> dict[str, int]:
     """The deployed cutoffs where every scored cutoff held on the holdout."""
     held = {m: looks(w, len(w.steps)) for m, w in walks.items()}
     return points(walks, dict.fromkeys(walks, 0.02), held, prints(walks, duplicates)).deployed.cutoffs

@@ -12,14 +12,11 @@ from sandhi_core.records import (
     CutoffSet,
     Evaluation,
     HoldoutScore,
-    OperatingPoint,
-    OperatingPoints,
-    Savings,
     Step,
     TaskResult,
     Trajectory,
 )
-from tests.synthetic import holdout
+from tests.synthetic import holdout, points_at
 
 MODEL = ModelEntry(
     name="legal",
@@ -190,26 +187,18 @@ def test_going_nowhere_that_did_not_hold(steps: int) -> None:
         score.going(steps)
 
 
-def points(cutoffs: dict[str, int]) -> OperatingPoints:
-    none = Savings(checkpoint_bytes=1, resident_bytes=1, duplicates=0, freed=0, overhead=0)
-    deployed = OperatingPoint(
-        name="deployed", criterion="", cutoffs=cutoffs, drops=dict.fromkeys(cutoffs, 0.0), savings=none
-    )
-    return OperatingPoints(pool="pool", points=(), frontier=(), deployed=deployed)
-
-
 def test_deployed_holdouts_are_those_of_the_deployed_cutoffs() -> None:
     walked = {"a": holdout("a", [1, 3]), "b": holdout("b", [2], [4])}
-    found = deployed_holdouts(points({"a": 1, "b": 0}), walked)
+    found = deployed_holdouts(points_at({"a": 1, "b": 0}), walked)
     assert {m: (h.steps, h.weights) for m, h in found.items()} == {"a": (1, "a-1"), "b": (0, "b-0")}
-    assert deployed_holdouts(points({"a": 3, "b": 2}), walked) == walked
+    assert deployed_holdouts(points_at({"a": 3, "b": 2}), walked) == walked
 
 
 @pytest.mark.parametrize("cutoffs", [{"a": 1, "b": 4}, {"a": 1, "b": 1}, {"a": 1}])
 def test_points_of_an_earlier_walk_are_refused(cutoffs: dict[str, int]) -> None:
     walked = {"a": holdout("a", [1, 3]), "b": holdout("b", [2], [4])}
-    with pytest.raises(StoreError, match=r"model b: .* of pool were not made from .* materialise operating_points"):
-        deployed_holdouts(points(cutoffs), walked)
+    with pytest.raises(StoreError, match=r"model b: .* not made from .*materialise operating_points of pool"):
+        deployed_holdouts(points_at(cutoffs), walked)
 
 
 def test_a_metric_that_is_no_mean_over_questions_is_not_certified() -> None:

@@ -1,6 +1,7 @@
 """Which files define a local lm-eval task, found without importing lm-eval: what decides that a task changed."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,10 +26,16 @@ _Loader.add_constructor("!function", lambda loader, node: _Function(str(node.val
 
 
 def find_task(include: Path | None, task: str) -> Path | None:
-    """The YAML file below `include` that defines `task`; None where lm-eval itself has to know it."""
+    """The YAML file below `include` that defines `task`; None where lm-eval itself has to know it.
+
+    Raises TaskError where two files define it, or where the file that does is no YAML.
+    """
     if include is None:
         return None
-    found = [path for path in sorted(include.glob("**/*.yaml")) if _read(path).get("task") == task]
+    # Folders of tasks hold thousands of files: parse only those that say the name.
+    stated = re.compile(rf"""\btask["']?\s*:\s*["']?{re.escape(task)}["']?\s*($|[#,}}])""", re.MULTILINE)
+    files = sorted(include.glob("**/*.yaml"))
+    found = [path for path in files if stated.search(_text(path)) and _content(path).get("task") == task]
     if len(found) > 1:
         raise TaskError(
             f"task {task!r} is defined {len(found)} times below {include}",
@@ -42,11 +49,20 @@ def task_files(include: Path | None, task: str) -> tuple[Path, ...]:
     """The task's YAML, what it includes, the functions' modules and the local data files; empty for a task of
     lm-eval's own."""
     path = find_task(include, task)
-    return () if path is None else tuple(dict.fromkeys(_files_of(path)))
+    if path is None:
+        return ()
+    chain = list(_chain(path))
+    modules = (module for file, content in chain for module in _modules(file, content))
+    data_files, folder = _data_files(chain)
+    data = (found for name in _names(data_files) for found in _matches(name, folder))
+    return tuple(dict.fromkeys([*(file for file, _ in chain), *modules, *data]))
 
 
 def task_identity(include: Path | None, task: str) -> str:
-    """Digest over the contents of the task's files, or over the name and lm-eval's version for its own tasks."""
+    """Digest over the contents of the task's files, or over the name and lm-eval's version for its own tasks.
+
+    Raises TaskError where a file cannot be read.
+    """
     digest = hashlib.sha256(f"{task}\nlm_eval {version('lm_eval')}\n".encode())
     for path in task_files(include, task):
         digest.update(f"{path.name}\n".encode())
@@ -62,48 +78,79 @@ def task_identity(include: Path | None, task: str) -> str:
     return digest.hexdigest()
 
 
-def local_data_files(data_files: Any, folder: Path) -> Any:
-    """`data_files` of a dataset with names that exist beside the YAML made absolute, in the same structure."""
+def local_data_files(path: Path) -> Any:
+    """The `data_files` of the task in `path`, in the structure they are written in, with names and patterns
+    that exist beside the file that states them made absolute (lm-eval looks in the current directory)."""
+    data_files, folder = _data_files(list(_chain(path)))
+    return _absolute(data_files, folder)
+
+
+def _absolute(data_files: Any, folder: Path) -> Any:
     if isinstance(data_files, dict):
-        return {split: local_data_files(files, folder) for split, files in data_files.items()}
+        return {split: _absolute(files, folder) for split, files in data_files.items()}
     if isinstance(data_files, list):
-        return [local_data_files(files, folder) for files in data_files]
-    beside = folder / str(data_files)
-    return str(beside) if beside.is_file() else data_files
+        return [_absolute(files, folder) for files in data_files]
+    return str(folder / data_files) if _matches(data_files, folder) else data_files
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.load(path.read_text(), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError):
-        return {}  # not a task; a broken file is named when its own task is asked for and not found
-    return content if isinstance(content, dict) else {}
+def _data_files(chain: list[tuple[Path, dict[str, Any]]]) -> tuple[Any, Path]:
+    """What lm-eval takes as `data_files`, and the folder of the file that states them."""
+    for file, content in chain:
+        if "dataset_kwargs" in content:
+            return (content["dataset_kwargs"] or {}).get("data_files"), file.parent.absolute()
+    return None, chain[0][0].parent
 
 
-def _files_of(path: Path) -> Iterator[Path]:
-    yield path
-    content = _read(path)
-    for value in _values(content):
+def _matches(name: Any, folder: Path) -> list[Path]:
+    """Files that a name or pattern means, seen from `folder`."""
+    beside = folder / str(name)
+    if beside.is_file() or not str(name):
+        return [beside] if beside.is_file() else []
+    return sorted(p for p in Path(beside.anchor).glob(str(beside.relative_to(beside.anchor))) if p.is_file())
+
+
+def _modules(file: Path, content: dict[str, Any]) -> Iterator[Path]:
+    for value in _names(content):
         if isinstance(value, _Function):
-            module = path.parent / f"{value.name.rpartition('.')[0].replace('.', '/')}.py"
+            module = file.parent / f"{value.name.rpartition('.')[0].replace('.', '/')}.py"
             if module.is_file():
                 yield module
-    for data in _values(local_data_files((content.get("dataset_kwargs") or {}).get("data_files"), path.parent)):
-        if isinstance(data, str) and Path(data).is_absolute():
-            yield Path(data)
-    include = content.get("include")
-    for name in include if isinstance(include, list) else [include] if include else []:
-        included = path.parent / str(name)
-        if included.is_file() and included != path:
-            yield from _files_of(included)
 
 
-def _values(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from _values(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _values(inner)
-    else:
+def _chain(path: Path, seen: frozenset[Path] = frozenset()) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A task file and what it includes, those first whose keys win. (A circle is left to lm-eval to refuse.)"""
+    if path.resolve() in seen:
+        return
+    content = _content(path)
+    yield path, content
+    include = content.get("include") or []
+    for name in reversed(include if isinstance(include, list) else [include]):
+        yield from _chain(path.parent / str(name), seen | {path.resolve()})
+
+
+def _names(value: Any) -> Iterator[Any]:
+    """All leaves of a structure but None."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _names(inner)
+    elif value is not None:
         yield value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise TaskError(
+            f"the task file cannot be read: {' '.join(str(error).split())}",
+            file=str(path),
+            remedy="correct the file, or the `include` that names it",
+        ) from None
+    return content if isinstance(content, dict) else {}

@@ -56,6 +56,16 @@ def generation_task(folder: Path, name: str = "copy", **generation: Any) -> Path
     return folder
 
 
+def included_task(folder: Path) -> Path:
+    """`second` in a folder below its data: includes `first.yaml` beside the data, and asks by a function."""
+    choice_task(folder, "first")
+    below = folder / "below"
+    below.mkdir()
+    (below / "helpers.py").write_text("def text(doc):\n    return 'Really ' + doc['query']\n")
+    (below / "second.yaml").write_text("include: ../first.yaml\ntask: second\ndoc_to_text: !function helpers.text\n")
+    return folder
+
+
 def entry(model: Path, *tasks: tuple[str, str]) -> ModelEntry:
     return ModelEntry.model_validate(
         {

@@ -1,0 +1,140 @@
+"""One model in memory: stock transformers loads it, tensors are swapped in place and put back byte for byte."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.errors import EvaluationError
+from sandhi_core.evaluation.scorer import PlainScorer, Scorer
+from sandhi_core.evaluation.tasks import Suite
+from sandhi_core.pool import EvaluationSettings
+from sandhi_core.records import Split, TaskResult
+
+
+class Resident:
+    """The model in `directory`, loaded by stock transformers.
+
+    Raises EvaluationError where it cannot be loaded, or only by making up weights that the files lack.
+    """
+
+    def __init__(self, directory: Path, model: str, settings: EvaluationSettings) -> None:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self._directory = directory
+        self._name = model
+        self._batch_tokens = settings.batch_tokens
+        self._held: dict[str, str] = {}  # tensors that are replaced now: what names their bytes
+        self.model, tokenizer = self._load(settings)
+        self.scorer: Scorer = PlainScorer(self.model, tokenizer, settings.batch_tokens)
+
+    def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
+        try:
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                self._directory, dtype=dtype_of(settings), output_loading_info=True
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory)
+            model = model.to(device_of(settings)).eval()
+        except Exception as error:  # whatever a model type's code, a tokenizer or a device may raise
+            raise EvaluationError(
+                f"transformers cannot load the model: {' '.join(str(error).split()) or type(error).__name__}",
+                model=self._name,
+                file=str(self._directory),
+                remedy="it must be a causal language model with its tokenizer, and fit evaluation.device",
+            ) from error
+        if missing := sorted(report["missing_keys"]):
+            raise EvaluationError(
+                f"transformers would fill {len(missing)} tensors that the files lack with random numbers",
+                model=self._name,
+                file=str(self._directory),
+                tensor=missing[0],
+                remedy="the checkpoint is incomplete: restore it",
+            )
+        return model, tokenizer
+
+    def answers(self, suite: Suite, split: Split, lowest_layer: int) -> dict[str, TaskResult]:
+        """Results of all tasks on a split under the weights held now. Raises EvaluationError."""
+        try:
+            with torch.inference_mode():
+                self.scorer.answer(suite.requests(split), lowest_layer)
+        except torch.OutOfMemoryError:
+            raise EvaluationError(
+                "the device has no memory left",
+                model=self._name,
+                remedy=f"lower evaluation.batch_tokens, which is {self._batch_tokens}",
+            ) from None
+        return {task.name: task.result(split) for task in suite.tasks}
+
+    @torch.no_grad()
+    def hold(self, tensors: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
+        """Let the model hold exactly these replacements (tensor name to what names its bytes); everything else
+        goes back to the original bytes. `read` is only asked for what is not in place already.
+
+        Raises EvaluationError where a replacement does not fit the model.
+        """
+        for name in [name for name in self._held if name not in tensors]:
+            self._parameter(name).copy_(self._checkpoint.tensor(name))
+            del self._held[name]
+        for name, identity in tensors.items():
+            if self._held.get(name) == identity:
+                continue
+            parameter = self._parameter(name)
+            if name not in self._held:
+                self._require_original(name, parameter)
+            replacement = read(name)
+            if replacement.shape != parameter.shape:
+                raise EvaluationError(
+                    f"the replacement has shape {tuple(replacement.shape)}, the model {tuple(parameter.shape)}",
+                    model=self._name,
+                    tensor=name,
+                    remedy="this is a defect in grouping: report it",
+                )
+            parameter.copy_(replacement)
+            self._held[name] = identity
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self._directory, self._name)
+
+    def _require_original(self, name: str, parameter: Tensor) -> None:
+        """A model type may fuse or transpose tensors as it loads them: then a replacement in the files' layout
+        would be scored as something else than what is served."""
+        original = self._checkpoint.tensor(name).to(parameter.device, parameter.dtype)
+        if not torch.equal(parameter, original):
+            raise self._unfit(name, "transformers does not hold this tensor as the file does")
+
+    def _parameter(self, name: str) -> Tensor:
+        """The model's parameter of a tensor name in the files, which may lack transformers' prefix."""
+        for candidate in (name, f"model.{name}"):
+            try:
+                parameter: Tensor = self.model.get_parameter(candidate)
+                return parameter
+            except AttributeError:
+                continue
+        raise self._unfit(name, "transformers holds no parameter of this name")
+
+    def _unfit(self, tensor: str, message: str) -> EvaluationError:
+        remedy = "this layout cannot be searched: leave the model out of the pool"
+        return EvaluationError(message, model=self._name, tensor=tensor, remedy=remedy)
+
+
+def device_of(settings: EvaluationSettings) -> str:
+    """Where models are scored."""
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_of(settings: EvaluationSettings) -> "torch.dtype | str":
+    """What models are scored in, as from_pretrained takes it."""
+    if settings.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        return dtype
+    return torch.float32 if device_of(settings) == "cpu" else "auto"

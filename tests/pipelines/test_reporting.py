@@ -1,0 +1,87 @@
+"""Whatever is said of a built pool is said of the cutoffs that are deployed."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipelines.reporting import report_pool
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.layout import read_manifest
+from sandhi_core.records import HoldoutScore, OperatingPoints
+from tests.pipelines.conftest import Line
+from tests.synthetic import holdout, points_at
+
+
+class Walks(HTMLParser):
+    """The deployed steps by model, from the page's table of walks."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._cell = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        self._cell = tag in ("td", "th")
+        if self._cell:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.rows[-1][-1] += data.strip()
+
+    @property
+    def deployed(self) -> dict[str, str]:
+        ((place, header),) = [(i, r) for i, r in enumerate(self.rows) if "holdout looks" in r]
+        rows = [r for r in self.rows[place + 1 :] if r and len(r) == len(header)]
+        return {r[0]: r[header.index("deployed")] for r in rows if r[0] in ("a", "b")}
+
+
+@pytest.fixture
+def walked(tmp_path: Path) -> tuple[Path, Artifacts]:
+    """A pool file of two, and a root where their holdouts were walked to 3 and to 2."""
+    tasks = [{"task": "task", "metric": "acc", "budget": 0.02}]
+    pool = {"name": "pool", "models": [{"name": m, "path": f"./{m}", "tasks": tasks} for m in "ab"]}
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump(pool))
+    artifacts = Artifacts(tmp_path / "root")
+    for model, held in {"a": [1, 3], "b": [2]}.items():
+        artifacts.save(("holdout", f"pool.{model}"), "", None, holdout(model, held))
+    return file, artifacts
+
+
+@pytest.mark.parametrize(
+    "cutoffs, deployed",
+    [
+        (None, {"a": "3", "b": "2"}),
+        ({"a": 1, "b": 2}, {"a": "1", "b": "2"}),
+        ({"a": 2, "b": 0}, {"a": "3", "b": "0"}),  # a was walked again since
+        ({"b": 0}, {"a": "3", "b": "0"}),  # a is new
+    ],
+)
+def test_a_report_shows_the_deployed_cutoffs_as_far_as_they_are_known(
+    walked: tuple[Path, Artifacts], cutoffs: dict[str, int] | None, deployed: dict[str, str]
+) -> None:
+    file, artifacts = walked
+    if cutoffs is not None:
+        artifacts.save(("operating_points", "pool"), "", None, points_at(cutoffs))
+    assert Walks(report_pool(file, artifacts.root).read_text()).deployed == deployed
+
+
+@pytest.mark.slow
+def test_a_build_reports_exports_and_deploys_the_same_cutoffs(line: Line) -> None:
+    artifacts = Artifacts(line.root)
+    (name,) = line.document["pools"]
+    deployed = artifacts.load(OperatingPoints, "operating_points", name).deployed
+    manifest = read_manifest(Path(line.result["export"]))
+    for model, result in line.result["models"].items():
+        score = artifacts.load(HoldoutScore, "holdout", f"{name}.{model}").going(deployed.cutoffs[model])
+        assert manifest.models[model].weights == score.weights
+        assert {t["task"]: t["merged"] for t in result["tasks"]} == {t: r.merged for t, r in score.tasks.items()}
