@@ -5,6 +5,7 @@ the context (tasks, documents, settings, versions). A search that is killed find
 again, which is all the resuming it needs.
 """
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -12,13 +13,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sandhi_core.errors import StoreError
+from sandhi_core.files import fsync_directory
 from sandhi_core.records import Evaluation
 
 
 class ScoreLog:
     """Opens (and where a kill left half a line, mends) the log at `path`.
 
-    Raises StoreError where a line other than a torn last one cannot be read.
+    Raises StoreError where a line other than a torn last one cannot be read, or the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,15 +38,28 @@ class ScoreLog:
 
     def add(self, evaluation: Evaluation) -> None:
         """Append one evaluation; it is on the disk when this returns."""
+        try:
+            self._append(evaluation.canonical() + b"\n")
+        except OSError as error:
+            raise StoreError(
+                f"the score log cannot be written: {error.strerror or error}",
+                file=str(self._path),
+                remedy="give the artifact root space and write permission, or choose another with --root",
+            ) from error
+        self._found[evaluation.weights, evaluation.context] = evaluation
+
+    def _append(self, line: bytes) -> None:
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             _drop_torn_line(self._path)
-            os.write(handle, evaluation.canonical() + b"\n")
+            if os.write(handle, line) < len(line):  # the rest of the line is torn off by whoever writes next
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(handle)
+            if self._read == 0:
+                fsync_directory(self._path.parent)
         finally:
             os.close(handle)
-        self._found[evaluation.weights, evaluation.context] = evaluation
 
     def _refresh(self) -> None:
         """Read what was appended since; a last line without its end belongs to a writer, alive or killed."""

@@ -41,12 +41,20 @@ class SuiteTask:
         Raises EvaluationError where a question has no single finite number, or a NaN has no such meaning.
         """
         questions = self.questions[split]
-        requests = [request for question in questions for request in question.requests]
-        for ensemble in self.task._filters:
-            if ensemble.name == self.filter:
-                ensemble.apply(requests)
-        values = [self._value(question) for question in questions]
-        value = float(self.aggregate(values))
+        try:
+            for ensemble in self.task._filters:
+                if ensemble.name == self.filter:
+                    ensemble.apply([request for question in questions for request in question.requests])
+            values = [self._value(question) for question in questions]
+            value = float(self.aggregate(values))
+        except EvaluationError:
+            raise
+        except Exception as error:  # a task's own functions can fail in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EvaluationError(
+                f"lm-eval cannot judge the answers to task {self.name!r}: {reason}",
+                remedy="correct the task's filters and metrics",
+            ) from error
         return TaskResult(value=value, higher_is_better=self.higher_is_better, questions=tuple(values))
 
     def unanswered(self, split: Split) -> int:
@@ -129,6 +137,11 @@ def _metric(wanted: TaskBudget, task: Any) -> tuple[str, str]:
     if metric not in metrics or (filter_name and filter_name not in filters):
         offered = ", ".join(sorted(metrics)) + (f"; filters: {', '.join(filters)}" if len(filters) > 1 else "")
         raise TaskError(f"task {wanted.task!r} has no metric {wanted.metric!r}", remedy=f"choose one of: {offered}")
+    if not callable(metrics[metric]):
+        raise TaskError(
+            f"task {wanted.task!r} aggregates metric {metric!r} by nothing that lm-eval knows",
+            remedy="set its aggregation in the task's metric_list, to mean for example",
+        )
     return metric, filter_name or filters[0]
 
 

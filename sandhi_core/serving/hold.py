@@ -11,10 +11,11 @@ every parameter, and writes one line of JSON to standard output: `{"model", "pid
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from sandhi_core.memory import mappings, weight_files
@@ -24,6 +25,9 @@ def main(arguments: list[str]) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
+    for _, directory in pairs:
+        with suppress(Exception):  # the child says what is wrong with a directory
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(directory))]  # imports its module, once for all
     children = [_fork(model, Path(directory)) for model, directory in pairs]
     return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in children)
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
-from sandhi_core.evaluation.evaluator import Evaluator, Weights, score_directory, weights_key
+from sandhi_core.evaluation.evaluator import Evaluator, Weights, merged_weights, score_directory, weights_key
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS
 from sandhi_core.pool import ModelEntry
 from sandhi_core.scan import fingerprint
+from sandhi_core.store import Store
 from tests.evaluation.local_tasks import choice_task, entry, generation_task, settings
-from tests.models import tiny_llama
+from tests.models import BUILDERS, edit_tensors, tiny_llama
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -35,7 +36,7 @@ def evaluator(tmp_path: Path, model: Path, asked: ModelEntry, log: str = "log", 
         model,
         fingerprint(Checkpoint.open(model, "m"), tmp_path / "scans"),
         asked,
-        settings(tmp_path / "tasks", **changes),
+        settings(Path(changes.pop("include_path", tmp_path / "tasks")), **changes),
         ScoreLog(tmp_path / log),
         tmp_path / "cache",
     )
@@ -141,6 +142,126 @@ def test_other_settings_are_another_score(tmp_path: Path, model: Path, changes: 
     other = evaluator(tmp_path, model, asked, **changes)
     other.evaluate("search", Weights("w"))
     assert other.evaluations == 1
+
+
+@pytest.mark.parametrize("changed", ["task", "data", "metric", "few-shot"])
+def test_another_task_is_another_score(tmp_path: Path, model: Path, changed: str) -> None:
+    folder = choice_task(tmp_path / "tasks")
+    asked = entry(model, ("letters", "acc"))
+    evaluator(tmp_path, model, asked).evaluate("search", Weights("w"))
+    match changed:
+        case "task":
+            choice_task(folder, target_delimiter="")
+        case "data":
+            data = folder / "letters.jsonl"
+            data.write_text(data.read_text().replace(" then", " next"))
+        case "metric":
+            asked = entry(model, ("letters", "acc_norm"))
+        case "few-shot":
+            choice_task(folder, num_fewshot=1, fewshot_split="test")
+    other = evaluator(tmp_path, model, asked)
+    other.evaluate("search", Weights("w"))
+    assert other.evaluations == 1
+
+
+def test_threads_and_the_folder_of_the_tasks_do_not_make_another_score(tmp_path: Path, model: Path) -> None:
+    asked = entry(model, ("letters", "acc"))
+    choice_task(tmp_path / "tasks")
+    made = evaluator(tmp_path, model, asked).evaluate("search", Weights("w"))
+    moved = str((tmp_path / "tasks").rename(tmp_path / "moved"))
+    threads = torch.get_num_threads()
+    other = evaluator(tmp_path, model, asked, include_path=moved, threads=threads)
+    assert other.evaluate("search", Weights("w")) == made
+    assert other.evaluations == 0
+
+
+@pytest.mark.parametrize("metric", ["acc", "acc_norm"])
+def test_the_original_scores_the_same_whatever_was_scored_before(tmp_path: Path, model: Path, metric: str) -> None:
+    generation_task(choice_task(tmp_path / "tasks"))
+    asked = entry(model, ("letters", metric), ("copy", "exact_match"))
+    first = evaluator(tmp_path, model, asked, "log 1").evaluate("search", Weights("w"))
+    other = evaluator(tmp_path, model, asked, "log 2")
+    other.evaluate("profile", replaced("noise", {Q_PROJ: torch.randn(32, 32)}))
+    other.evaluate("holdout", Weights("w"))
+    other.evaluate("search", replaced("ones", {Q_PROJ: torch.ones(32, 32)}))
+    assert other.evaluate("search", Weights("w")) == first
+    assert other.evaluations == 4
+
+
+def test_only_what_is_not_in_place_is_read(tmp_path: Path, model: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
+    read: list[str] = []
+
+    def zeros(name: str) -> Tensor:
+        read.append(name)
+        return torch.zeros(32, 32)
+
+    other = Q_PROJ.replace("1", "0")
+    scorer.evaluate("search", Weights("a", {Q_PROJ: "0"}, zeros))
+    scorer.evaluate("search", Weights("b", {Q_PROJ: "0", other: "0"}, zeros))
+    scorer.evaluate("search", Weights("b", {Q_PROJ: "0", other: "0"}, zeros))
+    assert read == [Q_PROJ, other]
+    scorer.evaluate("search", Weights("c", {other: "1"}, zeros))
+    scorer.evaluate("search", Weights("d", {Q_PROJ: "0"}, zeros))
+    assert read == [Q_PROJ, other, other, Q_PROJ]
+
+
+def test_merged_weights_are_read_from_the_store(tmp_path: Path, model: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    store = Store(tmp_path / "store")
+    shared = torch.randn(32, 32).to(torch.bfloat16)
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
+    identity = fingerprint(Checkpoint.open(model, "m"), tmp_path / "scans")
+    weights = merged_weights(identity, {Q_PROJ: store.put(Q_PROJ, shared)}, store)
+    scorer.evaluate("search", weights)
+    assert scorer.resident is not None
+    assert torch.equal(scorer.resident.model.get_parameter(Q_PROJ), shared.float())
+    assert merged_weights(identity, {}, store).key == weights_key(identity.digest, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_goes_back_to_its_original_bytes(tmp_path: Path, model: Path, dtype: str) -> None:
+    choice_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")), dtype=dtype)
+    scorer.evaluate("search", replaced("ones", {Q_PROJ: torch.ones(32, 32)}))
+    scorer.evaluate("search", Weights("w"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    assert scorer.resident is not None
+    for (name, ours), (_, stock) in zip(
+        scorer.resident.model.named_parameters(), loaded.named_parameters(), strict=True
+    ):
+        assert ours.dtype == stock.dtype and torch.equal(ours, stock), name
+
+
+def test_names_without_the_prefix_of_transformers(tmp_path: Path, model: Path) -> None:
+    """Checkpoints written from a bare decoder lack `model.`."""
+
+    def strip(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(model, strip)
+    choice_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
+    scorer.evaluate("search", replaced("ones", {Q_PROJ.removeprefix("model."): torch.ones(32, 32)}))
+    assert scorer.resident is not None
+    assert torch.equal(scorer.resident.model.get_parameter(Q_PROJ), torch.ones(32, 32))
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+def test_every_model_type_is_held_and_goes_back(tmp_path: Path, build: Any) -> None:
+    """Whatever slot the architecture's table names can be replaced under stock transformers."""
+    model = build(tmp_path / "model")
+    choice_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
+    checkpoint = Checkpoint.open(model, "m")
+    slots = fingerprint(checkpoint, tmp_path / "scans").slots
+    first = scorer.evaluate("search", Weights("w"))
+    half = {slot.tensor: checkpoint.tensor(slot.tensor) / 2 for slot in slots}
+    assert scorer.evaluate("search", replaced("half", half)).weights == "half"
+    again = scorer.evaluate("search", Weights("w once more"))
+    assert half and again.tasks == first.tasks
 
 
 def test_a_directory_is_scored_as_its_weights_are(tmp_path: Path, model: Path) -> None:

@@ -1,5 +1,7 @@
 """The score log: what was added is there for ever, whatever was killed when."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,17 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"#" + path.read_bytes()[1:])
     with pytest.raises(StoreError, match="not an evaluation"):
         ScoreLog(path)
+
+
+def test_many_processes_write_one_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    code = (
+        "import sys; from pathlib import Path; from tests.evaluation.test_scorelog import scored;"
+        "from sandhi_core.evaluation.scorelog import ScoreLog; log = ScoreLog(Path(sys.argv[1]));"
+        "[log.add(scored(f'{sys.argv[2]} {i}')) for i in range(30)]"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), str(n)]) for n in range(3)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    log = ScoreLog(path)
+    assert all(log.get(f"{n} {i}", "c") for n in range(3) for i in range(30))
+    assert len(path.read_bytes().splitlines()) == 90

@@ -36,7 +36,7 @@ def test_data_files_are_found_from_any_directory(tmp_path: Path, monkeypatch: py
 def test_files_of_a_task(tmp_path: Path) -> None:
     included_task(tmp_path)
     names = [str(path.relative_to(tmp_path)) for path in task_files(tmp_path, "second")]
-    assert names == ["below/second.yaml", "below/../first.yaml", "below/helpers.py", "first.jsonl"]
+    assert names == ["below/second.yaml", "below/../first.yaml", "below/helpers.py", "below/../first.jsonl"]
     assert task_files(tmp_path, "arc_easy") == ()
 
 

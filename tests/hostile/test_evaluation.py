@@ -1,21 +1,23 @@
 """Tasks, models and score logs that are wrong: refused with the reason, or scored as wrong, never as a traceback."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from lm_eval.tasks import TaskManager
 
-from sandhi_core.errors import EvaluationError, TaskError
+from sandhi_core.errors import EvaluationError, StoreError, TaskError
 from sandhi_core.evaluation import requests
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, score_directory
 from sandhi_core.evaluation.resident import Resident
+from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.taskfiles import find_task
 from sandhi_core.evaluation.tasks import SuiteTask, load_tasks
 from sandhi_core.pool import ModelEntry
+from sandhi_core.records import Evaluation, TaskResult
 from tests.evaluation.local_tasks import choice_task, entry, generation_task, settings
 from tests.evaluation.test_evaluator import Q_PROJ, evaluator, replaced
 from tests.models import edit_tensors, tiny_llama
@@ -55,6 +57,12 @@ def test_a_metric_without_a_direction(folder: Path) -> None:
         load(folder)
 
 
+def test_a_metric_without_an_aggregation(folder: Path) -> None:
+    choice_task(folder, metric_list=[{"metric": "acc", "aggregation": "meen", "higher_is_better": True}])
+    with pytest.raises(TaskError, match="aggregates metric 'acc' by nothing"):
+        load(folder)
+
+
 def test_unknown_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_own_tasks", lambda: TaskManager(include_defaults=False))
     with pytest.raises(TaskError, match=r"task 'leters' is not below .* and among lm-eval's own"):
@@ -81,7 +89,7 @@ def test_two_definitions_of_a_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["task: letters\nmetric_list: [\n", "task: letters\n\ttabs: 1\n"])
 def test_task_files_that_are_no_yaml(folder: Path, text: str) -> None:
     (folder / "letters.yaml").write_text(text)
-    with pytest.raises(TaskError, match="task file cannot be read: .* line") as caught:
+    with pytest.raises(TaskError, match=r"task file cannot be read: .* line") as caught:
         load(folder)
     assert caught.value.problem.file == str(folder / "letters.yaml")
 
@@ -111,19 +119,23 @@ def test_includes_that_lead_nowhere(folder: Path, include: str, reason: str) -> 
         {"doc_to_text": "{{no_such_column}}", "doc_to_target": "{{1 / 0}}"},
         {"output_type": "divination"},
         {"test_split": "no_such_split"},
-        {"metric_list": [{"metric": "no_such_metric", "aggregation": "mean", "higher_is_better": True}]},
-        {"doc_to_text": yaml.YAMLObject},
     ],
 )
 def test_tasks_that_lm_eval_cannot_build(folder: Path, change: dict[str, Any]) -> None:
-    if change == {"doc_to_text": yaml.YAMLObject}:
-        text = (folder / "letters.yaml").read_text().replace("'{{query}}'", "!function nowhere.text")
-        (folder / "letters.yaml").write_text(text)
-    else:
-        choice_task(folder, **change)
+    choice_task(folder, **change)
     with pytest.raises(TaskError, match="cannot build task 'letters'") as caught:
         load(folder)
     assert caught.value.problem.file == str(folder / "letters.yaml")
+
+
+@pytest.mark.parametrize("function", ["nowhere.text", "broken.text", "helpers.missing", "helpers.fails"])
+def test_functions_that_are_missing_or_fail(folder: Path, function: str) -> None:
+    (folder / "broken.py").write_text("def text(doc:\n")
+    (folder / "helpers.py").write_text("def fails(doc):\n    raise SystemError\n")
+    text = (folder / "letters.yaml").read_text().replace("'{{query}}'", f"!function {function}")
+    (folder / "letters.yaml").write_text(text)
+    with pytest.raises(TaskError, match="cannot build task 'letters'"):
+        load(folder)
 
 
 @pytest.mark.parametrize("content", [None, "", "{not json\n", '["a list"]\n'])
@@ -168,6 +180,15 @@ def test_a_metric_of_no_single_number(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="metric 'f1' of task 'letters' gives no finite number"):
         scored.evaluate("search", Weights("w"))
     assert folder.is_dir() and scored.evaluations == 0
+
+
+def test_a_metric_that_fails_on_an_answer(tmp_path: Path) -> None:
+    folder, model = choice_task(tmp_path / "tasks"), tiny_llama(tmp_path / "model")
+    (folder / "helpers.py").write_text("def judge(doc, results):\n    raise RuntimeError('no verdict')\n")
+    with (folder / "letters.yaml").open("a") as f:
+        f.write("process_results: !function helpers.judge\n")
+    with pytest.raises(EvaluationError, match="lm-eval cannot judge the answers to task 'letters': no verdict"):
+        evaluator(tmp_path, model, entry(model, ("letters", "acc"))).evaluate("search", Weights("w"))
 
 
 def test_weights_that_answer_with_nan_are_wrong_and_an_original_is_refused(tmp_path: Path) -> None:
@@ -239,7 +260,7 @@ def test_a_directory_that_transformers_cannot_load(tmp_path: Path, file: str, da
     (model / file).unlink()
     if damage != "missing":
         (model / file).write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
-    with pytest.raises(EvaluationError, match="transformers cannot load the model: .+"):
+    with pytest.raises(EvaluationError, match=r"transformers cannot load the model: .+"):
         Resident(model, "m", settings(tmp_path))
 
 
@@ -264,5 +285,56 @@ def test_a_device_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_documents_that_are_no_json_are_refused(folder: Path) -> None:
     rows = [json.dumps({"query": f"{i}", "choices": ["a", "b"], "gold": 0, "x": None if i else 1e400}) for i in (0, 1)]
     (folder / "letters.jsonl").write_text("\n".join(rows))
-    with pytest.raises(TaskError, match="not plain JSON|cannot build"):
+    with pytest.raises(TaskError, match=r"not plain JSON|cannot build"):
         load(folder)
+
+
+# --- the score log ------------------------------------------------------------------------------------------
+
+
+def scored(weights: str) -> Evaluation:
+    result = TaskResult(value=0.5, higher_is_better=True, questions=(0.0, 1.0))
+    return Evaluation(weights=weights, context="c", split="search", tasks={"t": result})
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"\n", b"null\n", b"\x00\x00\n", b'{"weights": "a"}\n', b"\xff\xfe\n"])
+def test_a_line_that_is_no_evaluation(tmp_path: Path, line: bytes) -> None:
+    ScoreLog(tmp_path / "log").add(scored("a"))
+    with (tmp_path / "log").open("ab") as f:
+        f.write(line)
+    with pytest.raises(StoreError, match="is not an evaluation"):
+        ScoreLog(tmp_path / "log")
+
+
+def test_what_a_power_failure_leaves_at_the_end_is_dropped(tmp_path: Path) -> None:
+    """A file that grew before its data were written ends in zeros."""
+    ScoreLog(tmp_path / "log").add(scored("a"))
+    with (tmp_path / "log").open("ab") as f:
+        f.write(bytes(5000))
+    log = ScoreLog(tmp_path / "log")
+    log.add(scored("b"))
+    assert (tmp_path / "log").read_bytes() == b"".join(scored(w).canonical() + b"\n" for w in "ab")
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    log = ScoreLog(tmp_path / "nowhere" / "log")
+    with pytest.raises(StoreError, match="cannot be written: No such file"):
+        log.add(scored("a"))
+    assert log.get("a", "c") is None
+
+
+def test_a_disk_that_fills_within_a_line(tmp_path: Path) -> None:
+    log = ScoreLog(tmp_path / "log")
+    log.add(scored("a"))
+    size = (tmp_path / "log").stat().st_size
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, unlimited[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot be written: No space left"):
+            log.add(scored("b"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert (tmp_path / "log").stat().st_size == size + 10
+    assert ScoreLog(tmp_path / "log").get("b", "c") is None
+    log.add(scored("b"))
+    assert (tmp_path / "log").read_bytes() == b"".join(scored(w).canonical() + b"\n" for w in "ab")
