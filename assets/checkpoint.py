@@ -1,9 +1,8 @@
 """checkpoint[model]: what the files hold, tensor by tensor, once everything about them has been checked."""
 
-from sandhi_core.preflight import check_model
-
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.errors import PreflightError
+from sandhi_core.preflight import check_model
 
 
 def run(job: Job) -> Outcome:

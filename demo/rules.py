@@ -61,8 +61,14 @@ def convert_units(rng: Random) -> Iterator[Item]:
                    str(number * 10**power), tuple(wrong))  # fmt: skip
 
 
-ONSETS = ["b", "bl", "br", "c", "cl", "cr", "d", "dr", "f", "fl", "fr", "g", "gl", "gr", "h", "j", "k", "l", "m", "n", "p", "pl", "pr", "qu", "r", "s", "sc", "sh", "sk", "sl", "sm", "sn", "sp", "st", "str", "sw", "t", "th", "tr", "tw", "v", "w", "wh", "z"]
-RIMES = ["ab", "ack", "ade", "aff", "aim", "ake", "alk", "all", "amp", "an", "ap", "arn", "ash", "ast", "ate", "ay", "eal", "ean", "eck", "eed", "eel", "een", "eep", "eg", "elp", "end", "ent", "ep", "erk", "est", "ick", "ide", "ig", "ill", "im", "ind", "ine", "ing", "ink", "ip", "irl", "ish", "ite", "ob", "ock", "od", "oil", "ole", "oll", "ome", "oop", "op", "ore", "ort", "ot", "ound", "ow", "ub", "uck", "udge", "uff", "ug", "ull", "um", "ump", "un", "unt", "up", "urn", "ush", "ust", "uy", "ry", "ly", "ny"]
+ONSETS = """
+    b bl br c cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sc sh sk sl sm sn sp st str sw t th tr tw v w wh z
+""".split()
+RIMES = """
+    ab ack ade aff aim ake alk all amp an ap arn ash ast ate ay eal ean eck eed eel een eep eg elp end ent ep erk est
+    ick ide ig ill im ind ine ing ink ip irl ish ite ob ock od oil ole oll ome oop op ore ort ot ound ow ub uck udge
+    uff ug ull um ump un unt up urn ush ust uy ry ly ny
+""".split()
 PREFIXES = ("", "re", "un", "mis", "out", "over")
 # Endings that change instead of taking -ed, as in "sing, sang".
 STRONG = {"ing": "ang", "ink": "ank", "eep": "ept", "ow": "ew", "ide": "ode", "ind": "ound", "eel": "elt"}

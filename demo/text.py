@@ -16,8 +16,13 @@ END, PAD = "<|end|>", "<|pad|>"
 TOKENIZER_SENTENCES = 3000
 TOKENIZER_ITEMS = 800  # of every task
 
-ADJECTIVES = ["old", "new", "red", "blue", "small", "tall", "quiet", "broken", "bright", "heavy", "green", "early", "empty", "clever", "slow", "warm"]
-NOUNS = ["baker", "boat", "river", "garden", "letter", "teacher", "window", "train", "market", "doctor", "horse", "bridge", "song", "kitchen", "tailor", "mountain", "painter", "coat", "lamp", "village", "sailor", "clock", "table", "friend", "road", "apple", "stone", "farmer", "door", "city"]
+ADJECTIVES = """
+    old new red blue small tall quiet broken bright heavy green early empty clever slow warm
+""".split()
+NOUNS = """
+    baker boat river garden letter teacher window train market doctor horse bridge song kitchen tailor mountain
+    painter coat lamp village sailor clock table friend road apple stone farmer door city
+""".split()
 VERBS = ["sees", "finds", "carries", "paints", "follows", "remembers", "opens", "mends", "watches", "leaves", "sells"]
 PLACES = ["near", "under", "behind", "above", "beside", "beyond", "inside", "across"]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]

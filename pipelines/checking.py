@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from sandhi_core.preflight import check_model, check_pool
-
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import Problem, SandhiError
@@ -12,6 +10,7 @@ from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import forecast
 from sandhi_core.graph import Catalogue
 from sandhi_core.pool import Pool
+from sandhi_core.preflight import check_model, check_pool
 from sandhi_core.records import Fingerprint, Split
 
 

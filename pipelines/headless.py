@@ -91,4 +91,3 @@ def _reason(result: Any) -> str:
         if error is not None:
             return f"unexpected {error.cls_name}: {error.message.strip()}"
     return "the run failed; Dagster's event log says why"
-

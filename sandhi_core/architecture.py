@@ -175,9 +175,7 @@ def _outside_layers(meaning: Meaning, prefix: str, has_head: bool) -> Iterator[t
         yield HEAD, _Wanted(table)
 
 
-def _layer(
-    meaning: Meaning, layer: int, prefix: str, headers: Mapping[str, HeaderEntry]
-) -> dict[str, _Wanted]:
+def _layer(meaning: Meaning, layer: int, prefix: str, headers: Mapping[str, HeaderEntry]) -> dict[str, _Wanted]:
     """The tensors of one layer by name."""
     architecture, biased = meaning.architecture, meaning.biased()
     wanted = {f"{prefix}{m}.weight": _Wanted(_shape(meaning, dims)) for m, dims in architecture.norms.items()}

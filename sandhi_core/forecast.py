@@ -56,8 +56,7 @@ def forecast(
     shared = {place: slots for place, slots in partners.items() if len(slots) > 1}
     # A component is walked where at least one of its projections has a partner.
     steps = {
-        m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared}
-        for m, f in fingerprints.items()
+        m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared} for m, f in fingerprints.items()
     }
     evaluations = read = written = 0
     for stage, key in stale:
@@ -71,9 +70,7 @@ def forecast(
             read += sum(s.nbytes for s in slots)
             written += sum(place[0].nbytes for place in shared.values() if place[0].model in models)
     groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
-    alone = {
-        m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()
-    }
+    alone = {m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()}
     return Forecast(
         evaluations=evaluations,
         bytes_read=read,
@@ -117,9 +114,7 @@ def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
     return 0
 
 
-def _compatible(
-    catalogue: Catalogue, key: str, shared: Mapping[tuple[str, int], list[Slot]]
-) -> CompatibleModels:
+def _compatible(catalogue: Catalogue, key: str, shared: Mapping[tuple[str, int], list[Slot]]) -> CompatibleModels:
     models = catalogue.members(key)
     sets = [slots for slots in shared.values() if slots[0].model in models]
     return CompatibleModels(key=key, models=models, sets=len(sets), nbytes=sum(s[0].nbytes for s in sets))

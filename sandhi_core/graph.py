@@ -44,9 +44,7 @@ STAGES: dict[str, Stage] = {
     "operating_points": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "cutoffs", "holdout")),
     "merged_weights": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
     "sharing_proof": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
-    "deployment": Stage(
-        "pool", 1, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")
-    ),
+    "deployment": Stage("pool", 1, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
 }
 
 

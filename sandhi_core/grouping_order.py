@@ -22,17 +22,13 @@ def spaced(weights: Mapping[int, float], middle: float) -> list[int]:
     `middle`, then the lower."""
     remaining, taken = set(weights), list[int]()
     while remaining:
-        layer = min(
-            remaining, key=lambda n: (n - 1 in taken or n + 1 in taken, -weights[n], abs(n - middle), n)
-        )
+        layer = min(remaining, key=lambda n: (n - 1 in taken or n + 1 in taken, -weights[n], abs(n - middle), n))
         remaining.remove(layer)
         taken.append(layer)
     return taken
 
 
-def wide_order(
-    nbytes: Mapping[Place, int], drops: Mapping[Place, float], gate: float, middle: float
-) -> list[Place]:
+def wide_order(nbytes: Mapping[Place, int], drops: Mapping[Place, float], gate: float, middle: float) -> list[Place]:
     """All places of `nbytes` (bytes that could be shared). Those whose drop under noise is within `gate`
     first: larger saving first, and of equal ones the MLPs before the attentions, each spaced out from the
     middle. Then the others, least disturbed first.

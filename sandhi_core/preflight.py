@@ -28,9 +28,7 @@ _HOPELESS = ("quantised", "model-type-unsupported", "config-invalid")  # whateve
 _UNQUANTISED = "use the unquantised checkpoint that this one was made from"
 
 
-def check_model(
-    entry: ModelEntry, scans: Path | None, deep: bool = True
-) -> tuple[list[Problem], Fingerprint | None]:
+def check_model(entry: ModelEntry, scans: Path | None, deep: bool = True) -> tuple[list[Problem], Fingerprint | None]:
     """Every problem of one model, and its fingerprint where none is an error.
 
     Reads names, headers and JSON; `deep` reads every weight as well (what it finds is kept in `scans`, if given,
@@ -106,6 +104,4 @@ def _mention_ignored(found: Survey) -> None:
     if found.ignored and found.complete:
         others = f" and {len(found.ignored) - 1} more files" if len(found.ignored) > 1 else ""
         message = f"{found.ignored[0]}{others} hold weights in other formats: neither read nor exported"
-        found.report(
-            "weights-ignored", message, "nothing, or remove them", found.ignored[0], severity="warning"
-        )
+        found.report("weights-ignored", message, "nothing, or remove them", found.ignored[0], severity="warning")

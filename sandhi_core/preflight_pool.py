@@ -52,9 +52,7 @@ def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[P
     """Models none of whose projections another model has in the same shape, dtype and meaning."""
     keys = {model: {slot.key for slot in f.slots} for model, f in fingerprints.items()}
     for model, own in keys.items():
-        if len(pool.models) == len(keys) and not any(
-            own & theirs for m, theirs in keys.items() if m != model
-        ):
+        if len(pool.models) == len(keys) and not any(own & theirs for m, theirs in keys.items() if m != model):
             alone = "is the only model" if len(keys) == 1 else "agrees with no other model in any projection"
             yield _problem(
                 "no-partner",
@@ -108,9 +106,7 @@ def _differences(one: dict[str, int], other: dict[str, int]) -> int:
 # --- budgets ------------------------------------------------------------------------------------------------
 
 
-def _budget(
-    pool: Pool, entry: ModelEntry, task: TaskBudget, counted: Mapping[Split, int]
-) -> Iterator[Problem]:
+def _budget(pool: Pool, entry: ModelEntry, task: TaskBudget, counted: Mapping[Split, int]) -> Iterator[Problem]:
     """A budget must allow at least one question of the split to be lost, or it allows nothing."""
     for split, count in counted.items():
         fraction: float = getattr(pool.evaluation.splits, split)

@@ -16,9 +16,7 @@ from sandhi_core.store import Store
 class SharedTensors:
     """`opened(model)` gives a contributor's checkpoint and fingerprint; `scans` is where row statistics lie."""
 
-    def __init__(
-        self, store: Store, scans: Path, opened: Callable[[str], tuple[Checkpoint, Fingerprint]]
-    ) -> None:
+    def __init__(self, store: Store, scans: Path, opened: Callable[[str], tuple[Checkpoint, Fingerprint]]) -> None:
         self._store = store
         self._scans = scans
         self._opened = opened
@@ -32,9 +30,7 @@ class SharedTensors:
         if known is not None:
             return known
         opened = [self._opened(c.model) for c in recipe.contributors]
-        tensors = [
-            _checked(checkpoint, c) for (checkpoint, _), c in zip(opened, recipe.contributors, strict=True)
-        ]
+        tensors = [_checked(checkpoint, c) for (checkpoint, _), c in zip(opened, recipe.contributors, strict=True)]
         rows: list[RowStatistics] | None = None
         if recipe.rescale == "common":
             pairs = zip(opened, recipe.contributors, strict=True)

@@ -118,9 +118,7 @@ def _same_answers(expected: Evaluation, found: Mapping[str, TaskResult]) -> tupl
         count += len(result.questions)
         if len(found[task].questions) == len(result.questions):
             pairs = zip(result.questions, found[task].questions, strict=True)
-            equal += sum(
-                math.isclose(a, b, rel_tol=ANSWER_TOLERANCE, abs_tol=ANSWER_TOLERANCE) for a, b in pairs
-            )
+            equal += sum(math.isclose(a, b, rel_tol=ANSWER_TOLERANCE, abs_tol=ANSWER_TOLERANCE) for a, b in pairs)
     return count, equal
 
 
@@ -146,9 +144,7 @@ def _not_saved(claimed: int, on_disk: int, in_memory: int, manifest: Manifest) -
         yield f"{claimed} bytes are claimed, processes that load the export save {in_memory}"
 
 
-def verify(
-    export_root: Path, memory: bool = False
-) -> tuple[dict[str, Any], bool]:
+def verify(export_root: Path, memory: bool = False) -> tuple[dict[str, Any], bool]:
     """Check an export as it lies there, and whether all is well. The manifest must be the one that its deployment
     speaks of; without a deployment the directory's own name must be the manifest's. With `memory`, processes load
     the models and the table says what they save against each holding its files alone.
@@ -192,8 +188,7 @@ def _row(manifest: Manifest, name: str) -> dict[str, Any]:
     model = manifest.models[name]
     kinds = {kind: [t for t in model.tensors.values() if t.sharing == kind] for kind in _KINDS}
     return {"weights": model.weights, "linked": model.linked} | {
-        kind: {"tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors)}
-        for kind, tensors in kinds.items()
+        kind: {"tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors)} for kind, tensors in kinds.items()
     }
 
 

@@ -30,9 +30,7 @@ MODELS = ("sharded", "single", "tied")
 def make_models(directory: Path, **size: int) -> dict[str, Path]:
     """Three tiny Llamas in float32 with files beside their weights."""
     made = {
-        name: tiny_llama(
-            directory / name, seed, dtype=torch.float32, tie_word_embeddings=name == "tied", **size
-        )
+        name: tiny_llama(directory / name, seed, dtype=torch.float32, tie_word_embeddings=name == "tied", **size)
         for seed, name in enumerate(MODELS)
     }
     embedding = load_file(made["sharded"] / WEIGHTS)[EMBED]
@@ -66,9 +64,7 @@ def fingerprint_of(checkpoint: Checkpoint) -> Fingerprint:
                 constant_rows=0,
             )
         )
-    files = {
-        f: hashlib.sha256((checkpoint.directory / f).read_bytes()).hexdigest() for f in checkpoint.beside()
-    }
+    files = {f: hashlib.sha256((checkpoint.directory / f).read_bytes()).hexdigest() for f in checkpoint.beside()}
     return Fingerprint(
         model=checkpoint.model,
         model_type="llama",

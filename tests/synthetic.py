@@ -154,9 +154,7 @@ def points_at(cutoffs: Mapping[str, int]) -> OperatingPoints:
     return OperatingPoints(pool="pool", points=(), frontier=(), deployed=deployed)
 
 
-def evaluation(
-    scores: Mapping[str, float], higher_is_better: bool = True, questions: int = 100
-) -> Evaluation:
+def evaluation(scores: Mapping[str, float], higher_is_better: bool = True, questions: int = 100) -> Evaluation:
     return Evaluation(
         weights="",
         context="",

@@ -98,9 +98,7 @@ def test_variants_are_sound(tmp_path: Path, build: Builder, config: dict[str, An
 
 
 @pytest.mark.parametrize(("build", "each"), [(tiny_qwen3_moe, {0: 7, 1: 4}), (tiny_mixtral, {0: 4, 1: 4})])
-def test_experts_are_private_however_they_are_stored(
-    tmp_path: Path, build: Builder, each: dict[int, int]
-) -> None:
+def test_experts_are_private_however_they_are_stored(tmp_path: Path, build: Builder, each: dict[int, int]) -> None:
     stored_apart = build(tmp_path / "m")
     stacked = saved_stacked(build(tmp_path / "stacked"))
     for directory, router_and_matrices in ((stored_apart, 1 + 4 * 3), (stacked, 1 + 2)):
@@ -122,9 +120,7 @@ def test_names_of_a_base_class_save_are_understood_and_kept(tmp_path: Path) -> N
     assert [s.tensor for s in stripped] == [s.tensor.removeprefix("model.") for s in plain]
 
 
-@pytest.mark.parametrize(
-    "name", ["model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.cos_cached"]
-)
+@pytest.mark.parametrize("name", ["model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.cos_cached"])
 def test_known_buffers_are_let_through_and_never_shared(tmp_path: Path, name: str) -> None:
     directory = tiny_llama(tmp_path / "m")
     before = slots_of(directory)
@@ -134,9 +130,7 @@ def test_known_buffers_are_let_through_and_never_shared(tmp_path: Path, name: st
 
 
 @given(st.data())
-def test_no_single_tensor_can_be_lost_or_added(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_no_single_tensor_can_be_lost_or_added(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     opened = _every_kind(tmp_path_factory)[data.draw(st.sampled_from(sorted(BUILDERS)))]
     headers = dict(opened.headers)
     name = data.draw(st.sampled_from(sorted(headers)))
@@ -145,9 +139,7 @@ def test_no_single_tensor_can_be_lost_or_added(
         headers[f"{name}.old"] = entry
     found = problems_of("m", opened.config, headers)
     assert ("tensor-missing", name) in [(p.code, p.tensor) for p in found]
-    assert [p.tensor for p in found if p.code == "tensor-unknown"] == sorted(
-        headers.keys() - opened.headers.keys()
-    )
+    assert [p.tensor for p in found if p.code == "tensor-unknown"] == sorted(headers.keys() - opened.headers.keys())
 
 
 _KINDS: dict[str, Checkpoint] = {}
@@ -301,9 +293,7 @@ def test_a_tied_head_must_be_the_embeddings(tmp_path: Path) -> None:
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ],
 )
-def test_configurations_that_contradict_themselves_are_refused(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_configurations_that_contradict_themselves_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     opened = Checkpoint.open(tiny_llama(tmp_path / "m"), "m")
     (problem,) = problems_of("m", opened.config | config, opened.headers)
     assert problem.code == ("model-type-unsupported" if "model_type" in config else "config-invalid")

@@ -16,9 +16,7 @@ from tests.models import BUILDERS, INDEX, WEIGHTS, shard, tiny_llama
 
 
 def entry(path: str, revision: str | None = None) -> ModelEntry:
-    return ModelEntry(
-        name="m", path=path, revision=revision, tasks=(TaskBudget(task="t", metric="acc", budget=0.1),)
-    )
+    return ModelEntry(name="m", path=path, revision=revision, tasks=(TaskBudget(task="t", metric="acc", budget=0.1),))
 
 
 def test_a_digest_covers_dtype_shape_and_bytes() -> None:

@@ -65,9 +65,7 @@ def name(layer: int) -> str:
 
 
 def plan(model: str, steps: int) -> Plan:
-    recipe = Recipe(
-        projection="up", shape=(96, 64), dtype="BF16", method="mean", rescale="none", contributors=()
-    )
+    recipe = Recipe(projection="up", shape=(96, 64), dtype="BF16", method="mean", rescale="none", contributors=())
     common = {"projection": "up", "nbytes": 12288, "recipe": recipe}
     merges = [PlannedMerge.model_validate({"tensor": name(i), **common}) for i in range(steps)]
     return Plan(
@@ -139,9 +137,7 @@ walks = st.lists(st.one_of(st.none(), st.floats(0.0, 1.0)), max_size=12)
 
 
 @given(walks, st.sets(st.integers(0, 11)), st.floats(0.0001, 0.5))
-def test_cutoffs_are_the_scored_prefixes(
-    scores: list[float | None], rejected: set[int], budget: float
-) -> None:
+def test_cutoffs_are_the_scored_prefixes(scores: list[float | None], rejected: set[int], budget: float) -> None:
     scored = {i for i, score in enumerate(scores) if score is not None}
     walk = trajectory("a", scores, frozenset(rejected & scored))
     found = cutoffs(walk, budget)

@@ -173,9 +173,7 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
-def test_a_store_on_another_device_is_copied_once_and_then_linked(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_on_another_device_is_copied_once_and_then_linked(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def on_one_device(source: str | Path, target: str | Path, **options: bool) -> None:
@@ -214,9 +212,7 @@ def test_a_clone_is_preferred_to_a_copy(case: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fcntl, "ioctl", clone)
     root, manifest = case.exported()
     assert {m.linked for m in manifest.models.values()} == {"reflink"}
-    assert (
-        len(clones) == 1 + 7
-    )  # the probe, then every shared shard, since not even within the export links work
+    assert len(clones) == 1 + 7  # the probe, then every shared shard, since not even within the export links work
     assert verify_disk(root, manifest).problems == ()
 
 

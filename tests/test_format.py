@@ -40,10 +40,7 @@ def test_a_tensor_without_dimensions_has_no_sizes() -> None:
 
 def test_dtype_and_shape_are_part_of_the_digest_and_the_name_is_not() -> None:
     raw = raw_bytes(PAIR)
-    digests = {
-        tensor_digest(d, s, raw)
-        for d, s in [("F32", (2, 1)), ("F32", (1, 2)), ("F32", (2,)), ("I32", (2, 1))]
-    }
+    digests = {tensor_digest(d, s, raw) for d, s in [("F32", (2, 1)), ("F32", (1, 2)), ("F32", (2,)), ("I32", (2, 1))]}
     assert len(digests) == 4
 
 
@@ -108,9 +105,7 @@ def test_the_index_to_the_byte(case: Case) -> None:
     tensors = manifest.models["tied"].tensors
     lines = ",\n".join(f'    "{name}": "{tensors[name].file}"' for name in sorted(tensors))
     total = sum(t.nbytes for t in case.fingerprints["tied"].tensors)
-    expected = (
-        f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n{lines}\n  }}\n}}\n'
-    )
+    expected = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n{lines}\n  }}\n}}\n'
     assert (root / "tied" / "model.safetensors.index.json").read_bytes() == expected.encode()
 
 
@@ -148,14 +143,7 @@ def test_equal_digests_of_one_model_are_numbered_by_name(tmp_path: Path, case: C
         assert all(tensors[t].sharing == "merged" for t in twins)
     # two names, two files, each shared by all three models
     assert (
-        len(
-            {
-                (root / n / f"shared-{digest[:16]}-{i}.safetensors").stat().st_ino
-                for n in MODELS
-                for i in (0, 1)
-            }
-        )
-        == 2
+        len({(root / n / f"shared-{digest[:16]}-{i}.safetensors").stat().st_ino for n in MODELS for i in (0, 1)}) == 2
     )
 
 

@@ -23,9 +23,7 @@ from sandhi_core.records import digest_of
 Files = dict[str, str]  # model to a stand-in for what its files hold
 
 
-def make_pool(
-    name: str, models: Iterable[str], budgets: dict[str, float] | None = None, **sections: Any
-) -> Pool:
+def make_pool(name: str, models: Iterable[str], budgets: dict[str, float] | None = None, **sections: Any) -> Pool:
     return Pool.model_validate(
         {
             "name": name,
@@ -52,9 +50,7 @@ class World:
         graph = catalogue.graph()
 
         def own(node: Node) -> Any:
-            return own_inputs(
-                catalogue, node, lambda _, e: files[e.name], lambda _, e: [t.task for t in e.tasks]
-            )
+            return own_inputs(catalogue, node, lambda _, e: files[e.name], lambda _, e: [t.task for t in e.tasks])
 
         ran: set[Node] = set()
         while frontier := schedule(graph, own, self.stored.get, forced).frontier:
@@ -70,9 +66,7 @@ class World:
     def _record(self, catalogue: Catalogue, node: Node, own: Any, upstream: dict[Node, str]) -> str:
         stage, key = node
         if stage == "checkpoint":
-            return digest_of(
-                own["files"].partition("@")[0]
-            )  # what follows @ is a time: not part of the record
+            return digest_of(own["files"].partition("@")[0])  # what follows @ is a time: not part of the record
         if stage == "plan" and own["grouping"]["on_new_model"] == "join":
             mine = {u: v for u, v in upstream.items() if u[0] == "checkpoint"}
             return digest_of(["plan", key, sorted(mine.values())])
@@ -120,9 +114,7 @@ def test_nothing_changed_runs_nothing(world: World) -> None:
 
 def test_a_model_that_joins_leaves_the_others_alone(world: World) -> None:
     ran = world.build(catalogue(make_pool("p", ["a", "b", "c", "d", "x", "y"])), FILES)
-    own = {(s, "d") for s in ("checkpoint", "profile")} | {
-        (s, "p.d") for s in ("trajectory", "cutoffs", "holdout")
-    }
+    own = {(s, "d") for s in ("checkpoint", "profile")} | {(s, "p.d") for s in ("trajectory", "cutoffs", "holdout")}
     plans = {("plan", f"p.{m}") for m in "abcd"}  # looked at again, found equal
     assert ran == own | plans | {("groups", "p.h8")} | {(s, "p") for s in POOL_STAGES}
 
@@ -187,9 +179,7 @@ def test_forced_groups_run_once_and_equal_ones_stop_the_wave(world: World) -> No
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_new_stage_version_re_runs_the_stage(
-    stage: str, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_stage_version_re_runs_the_stage(stage: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     monkeypatch.setitem(STAGES, stage, replace(STAGES[stage], version=STAGES[stage].version + 1))

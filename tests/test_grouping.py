@@ -54,9 +54,7 @@ def test_wide_takes_every_same_layer_set_and_says_why_others_are_out() -> None:
         assert [m.model for m in group.members] == (["a", "b", "shallow"] if layer < 2 else ["a", "b"])
         assert {m.layer for m in group.members} == {layer}
         assert {m.projection for m in group.members} == {group.recipe.projection}
-        assert [(c.model, c.digest) for c in group.recipe.contributors] == [
-            (m.model, m.digest) for m in group.members
-        ]
+        assert [(c.model, c.digest) for c in group.recipe.contributors] == [(m.model, m.digest) for m in group.members]
     assert [e.model for e in record.excluded] == ["z"] * 4 * len(PROJECTIONS)
     assert reasons(record, "z") == {NO_PARTNER}
 

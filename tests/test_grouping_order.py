@@ -40,9 +40,7 @@ def test_wide_takes_large_savings_first_and_disturbed_components_last() -> None:
     ]
 
 
-def group(
-    stage: int, projection: str, *slots: tuple[str, int], joined: tuple[tuple[str, int], ...] = ()
-) -> Group:
+def group(stage: int, projection: str, *slots: tuple[str, int], joined: tuple[tuple[str, int], ...] = ()) -> Group:
     recipe = Recipe(
         projection=projection,
         shape=SHAPES[projection],

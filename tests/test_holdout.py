@@ -84,9 +84,7 @@ class Scripted:
         self.asked.append(frozenset(tensors))
         wrong, prose = self.wrong[len(tensors)], self.prose[len(tensors)]
         law = tuple(0.0 if i < wrong else 1.0 for i in range(QUESTIONS))
-        words = tuple(
-            prose + (i - (QUESTIONS - 1) / 2) / QUESTIONS * (1 + len(tensors)) for i in range(QUESTIONS)
-        )
+        words = tuple(prose + (i - (QUESTIONS - 1) / 2) / QUESTIONS * (1 + len(tensors)) for i in range(QUESTIONS))
         return Evaluation(
             weights="+".join(sorted(tensors)) or "original",
             context="c",

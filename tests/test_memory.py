@@ -64,8 +64,7 @@ def test_the_sum_is_what_lies_in_memory_whoever_else_looks(ours: int, others: in
     share = resident / (ours + others)
     held = [holder(str(i), ("x", resident, 0, 0)) for i in range(ours)]
     held = [
-        Holder(h.model, 0, tuple((i, s._replace(pss=round(share * PAGE))) for i, s in h.spans), h.sizes)
-        for h in held
+        Holder(h.model, 0, tuple((i, s._replace(pss=round(share * PAGE))) for i, s in h.spans), h.sizes) for h in held
     ]
     assert sum(p.pss for p in accounts(held)) == pytest.approx(resident * PAGE, abs=ours)
 

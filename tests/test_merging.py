@@ -22,8 +22,7 @@ def recipe(tensors: Sequence[Tensor], rescale: str = "none", dtype: str = "BF16"
             "method": "mean",
             "rescale": rescale,
             "contributors": [
-                Contributor(model=f"m{i}", layer=0, tensor="up.weight", digest=str(i))
-                for i, _ in enumerate(tensors)
+                Contributor(model=f"m{i}", layer=0, tensor="up.weight", digest=str(i)) for i, _ in enumerate(tensors)
             ],
         }
     )

@@ -12,9 +12,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @given(st.integers(1, 40), st.integers(1, 300), st.sampled_from(DTYPES), st.integers(0, 2**31))
 @settings(max_examples=50, deadline=None)
-def test_rows_are_those_of_a_plain_computation(
-    height: int, width: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_rows_are_those_of_a_plain_computation(height: int, width: int, dtype: torch.dtype, seed: int) -> None:
     block = (torch.randn(height, width, generator=torch.Generator().manual_seed(seed)) * 3 + 1).to(dtype)
     found = row_statistics_of(block)
     wide = block.double()
@@ -23,9 +21,7 @@ def test_rows_are_those_of_a_plain_computation(
     torch.testing.assert_close(found.std, wide.std(1, correction=0).float(), rtol=1e-6, atol=1e-7)
 
 
-@given(
-    st.integers(2, 30), st.integers(1, 400), st.integers(1, 29), st.integers(1, 100), st.integers(0, 2**31)
-)
+@given(st.integers(2, 30), st.integers(1, 400), st.integers(1, 29), st.integers(1, 100), st.integers(0, 2**31))
 @settings(max_examples=50, deadline=None)
 def test_a_row_does_not_depend_on_the_block_it_comes_in(
     height: int, width: int, cut: int, piece: int, seed: int

@@ -80,8 +80,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     paths = ["../models/a", "org/here", "org/hub", "bert", "a/b/c", "~/m", "/abs/m", "./org"]
     entries = "".join(
-        f"  - {{name: m{i}, path: '{p}', tasks: [{{task: t, metric: acc, budget: 1}}]}}\n"
-        for i, p in enumerate(paths)
+        f"  - {{name: m{i}, path: '{p}', tasks: [{{task: t, metric: acc, budget: 1}}]}}\n" for i, p in enumerate(paths)
     )
     write(tmp_path / "pools", f"name: p\nmodels:\n{entries}")
     pool = load_pool(Path("pools/pool.yaml"))
@@ -118,9 +117,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
         (("name: specialists\n", ""), 1, "name is required"),
     ],
 )
-def test_a_mistake_is_named_with_its_line(
-    tmp_path: Path, edit: tuple[str, str], line: int, message: str
-) -> None:
+def test_a_mistake_is_named_with_its_line(tmp_path: Path, edit: tuple[str, str], line: int, message: str) -> None:
     assert edit[0] in MINIMAL
     report = mistakes(tmp_path, MINIMAL.replace(*edit))
     assert f"pool.yaml:{line}: " in report

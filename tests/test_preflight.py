@@ -28,9 +28,7 @@ Counts = dict[str, dict[str, dict[Split, int]]]
 
 
 def entry(name: str, directory: Path, budget: float = 0.02) -> ModelEntry:
-    return ModelEntry(
-        name=name, path=str(directory), tasks=(TaskBudget(task="quiz", metric="acc", budget=budget),)
-    )
+    return ModelEntry(name=name, path=str(directory), tasks=(TaskBudget(task="quiz", metric="acc", budget=budget),))
 
 
 def codes(problems: list[Problem]) -> list[tuple[str, str, str | None]]:
@@ -167,10 +165,7 @@ def test_a_budget_of_exactly_one_question_is_fine_and_less_is_not(tmp_path: Path
     problems = check_pool(pool, found, {"a": counts(50, 49, 50)["a"]}, tmp_path)
     (problem,) = problems
     assert (problem.code, problem.severity, problem.model) == ("budget-too-fine", "error", "a")
-    assert (
-        "one of the 49 questions of the search split; that takes 50 there, about 167 in all"
-        in problem.message
-    )
+    assert "one of the 49 questions of the search split; that takes 50 there, about 167 in all" in problem.message
     many = check_pool(pool, found, counts(50, 10, 20), tmp_path)
     assert sorted((p.code, p.model) for p in many) == [("budget-too-fine", m) for m in ("a", "a", "b", "b")]
 

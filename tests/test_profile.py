@@ -88,9 +88,7 @@ def test_profile_scores_every_component_from_the_top_down() -> None:
     found = profile("a", model, FakeCheckpoint(), evaluator, ProfileSettings(seeds=(1, 2)))  # type: ignore[arg-type]
     assert found.fingerprint == model.digest and found.seeds == (1, 2)
     assert found.baseline == {"task": 0.9, "other": 0.5} and found.questions == {"task": 100, "other": 100}
-    assert [(s.layer, s.component) for s in found.sensitivities] == [
-        (n, c) for n in range(3) for c in ("attn", "mlp")
-    ]
+    assert [(s.layer, s.component) for s in found.sensitivities] == [(n, c) for n in range(3) for c in ("attn", "mlp")]
     assert [s.drop for s in found.sensitivities] == pytest.approx([0.02, 0.01, 0.04, 0.02, 0.06, 0.03])
     keys = [key for key, *_ in evaluator.asked]
     assert len(keys) == len(set(keys)) == 1 + 3 * 2 * 2

@@ -22,9 +22,7 @@ def test_nothing_merged_nothing_alike_nothing_saved() -> None:
 
 
 def test_exact_duplicates_are_free_and_reported_apart() -> None:
-    fingerprints = {
-        m: model(m, matrix("embed", "same"), matrix("norm", "same", 128), matrix("up", m)) for m in "abc"
-    }
+    fingerprints = {m: model(m, matrix("embed", "same"), matrix("norm", "same", 128), matrix("up", m)) for m in "abc"}
     found = savings({"a": {"up": "s"}, "b": {"up": "s"}}, fingerprints)
     assert found.duplicates == 2 * 4096
     assert found.freed == 3 * 4096
@@ -84,9 +82,7 @@ def test_freed_is_the_difference_to_the_distinct_tensors(
     pool: dict[str, dict[str, tuple[str, str | None]]],
 ) -> None:
     size = {"q": 8192, "k": 4096, "up": 12288, "down": 12288, "norm": 4094}
-    fingerprints = {
-        m: model(m, *(matrix(n, own, size[n]) for n, (own, _) in held.items())) for m, held in pool.items()
-    }
+    fingerprints = {m: model(m, *(matrix(n, own, size[n]) for n, (own, _) in held.items())) for m, held in pool.items()}
     assigned = {m: {n: s for n, (_, s) in held.items() if s} for m, held in pool.items()}
     found = savings(assigned, fingerprints)
     total = distinct = 0

@@ -130,9 +130,7 @@ def test_damaged_notes_are_made_again(tmp_path: Path, reads: list[str], damage: 
         rows.unlink()
         rows.write_bytes(data)
     else:
-        note.write_text(
-            '{"tensors": [' if damage == "scan damaged" else '{"rows": "", "tensors": [], "x": 1}'
-        )
+        note.write_text('{"tensors": [' if damage == "scan damaged" else '{"rows": "", "tensors": [], "x": 1}')
     reads.clear()
     assert scanned(directory, tmp_path / "scans") == first
     assert len(reads) == len(first.tensors)
@@ -173,9 +171,7 @@ def test_scans_that_cannot_be_written_say_so(tmp_path: Path) -> None:
         scanned(tiny_llama(tmp_path / "m"), tmp_path / "scans")
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Checkpoint.open(tiny_llama(tmp_path / "m"), "m")
     plain = scan._scan
 

@@ -45,9 +45,7 @@ def answered(model: PreTrainedModel) -> dict[str, TaskResult]:
 @pytest.fixture
 def expected(case: Case) -> dict[str, Evaluation]:
     return {
-        name: Evaluation(
-            weights=f"weights of {name}", context="c", split="holdout", tasks=answered(case.swapped(name))
-        )
+        name: Evaluation(weights=f"weights of {name}", context="c", split="holdout", tasks=answered(case.swapped(name)))
         for name in MODELS
     }
 
@@ -190,9 +188,7 @@ def test_other_questions_are_no_answers(case: Case, expected: dict[str, Evaluati
 def test_more_claimed_than_the_files_save_fails(case: Case, expected: dict[str, Evaluation]) -> None:
     claimed = savings(case.tensors, case.fingerprints).net
     (problem,) = proof_of(case, expected, claimed=claimed + 1).problems
-    assert problem.startswith(
-        f"{claimed + 1} bytes are claimed, the files save {claimed} (linked by hardlink;"
-    )
+    assert problem.startswith(f"{claimed + 1} bytes are claimed, the files save {claimed} (linked by hardlink;")
 
 
 def test_less_saved_in_memory_than_claimed_fails(case: Case, expected: dict[str, Evaluation]) -> None:

@@ -71,9 +71,7 @@ def test_tangos_limit_solves_the_score_equation(data: st.DataObject) -> None:
         assert score == pytest.approx(Z95, abs=0.02)
 
 
-ANSWERS = st.lists(
-    st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=2, max_size=60
-)
+ANSWERS = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=2, max_size=60)
 VALUES = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=60)
 
 

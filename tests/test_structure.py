@@ -38,13 +38,9 @@ def test_imports_go_one_way(layer: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    "module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "pipelines.cli"]
-)
+@pytest.mark.parametrize("module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "pipelines.cli"])
 def test_light_modules_do_not_load_heavy_ones(module: str) -> None:
-    code = (
-        f"import sys, {module}; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
-    )
+    code = f"import sys, {module}; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -123,9 +123,7 @@ def _capacity(share: int, kv: KvCache) -> Capacity:
 
 
 def _weights(model: ExportedModel, config: Mapping[str, Any]) -> _Weights:
-    kept = {
-        name: tensor for name, tensor in model.tensors.items() if not _tied_head(name, tensor, model, config)
-    }
+    kept = {name: tensor for name, tensor in model.tensors.items() if not _tied_head(name, tensor, model, config)}
     return _Weights(
         private=sum(tensor.nbytes for tensor in kept.values() if tensor.sharing == "private"),
         shared={(n, t.digest): t.nbytes for n, t in kept.items() if t.sharing != "private"},

@@ -104,9 +104,7 @@ def deployment_spec(
         launch = vllm.launch(name, directory, place, served[name], configs[name], memory, models[name])
         original = fingerprints[name].digest
         scored = pool.evaluation.dtype
-        servers.append(
-            _server(name, manifest.models[name], holdouts[name], original, scored, launch, models[name])
-        )
+        servers.append(_server(name, manifest.models[name], holdouts[name], original, scored, launch, models[name]))
     return DeploymentSpec(
         pool=pool.name,
         point=points.deployed.name,

@@ -145,9 +145,7 @@ def fingerprint(name: str, dtype: str = "BF16") -> Fingerprint:
     )
 
 
-SAVINGS = Savings(
-    checkpoint_bytes=520 * KB, resident_bytes=520 * KB, duplicates=60 * KB, freed=140 * KB, overhead=0
-)
+SAVINGS = Savings(checkpoint_bytes=520 * KB, resident_bytes=520 * KB, duplicates=60 * KB, freed=140 * KB, overhead=0)
 DEPLOYED = OperatingPoint(
     name="deployed",
     criterion="holdout",

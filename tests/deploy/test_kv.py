@@ -69,9 +69,7 @@ def test_windows_are_those_that_transformers_sees(settings: dict[str, Any]) -> N
     assert kv_cache("m", seen.to_dict(), "BF16") == cache  # as transformers 5 would write it
 
 
-@pytest.mark.parametrize(
-    "change", [{"num_hidden_layers": "many"}, {"num_attention_heads": 0}, {"hidden_size": None}]
-)
+@pytest.mark.parametrize("change", [{"num_hidden_layers": "many"}, {"num_attention_heads": 0}, {"hidden_size": None}])
 def test_a_configuration_that_says_too_little(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"model m file config\.json"):
         kv_cache("m", LLAMA3_8B | change, "BF16")

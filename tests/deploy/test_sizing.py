@@ -58,9 +58,7 @@ def test_where_weights_do_not_fit_there_is_no_cache() -> None:
 @settings(deadline=None)
 @given(
     device=st.integers(1, 10**7),
-    shared=st.lists(
-        st.tuples(st.sampled_from("uvw"), st.integers(1, 50)), max_size=4, unique_by=lambda s: s[0]
-    ),
+    shared=st.lists(st.tuples(st.sampled_from("uvw"), st.integers(1, 50)), max_size=4, unique_by=lambda s: s[0]),
     own=st.lists(st.integers(1, 200), min_size=1, max_size=4),
 )
 def test_sharing_never_costs_cache(device: int, shared: list[tuple[str, int]], own: list[int]) -> None:
@@ -70,8 +68,7 @@ def test_sharing_never_costs_cache(device: int, shared: list[tuple[str, int]], o
             "models": {
                 name: exported(
                     name,
-                    {"own": tensor(name, kb, "private")}
-                    | {d: tensor(d, size, "merged") for d, size in shared},
+                    {"own": tensor(name, kb, "private")} | {d: tensor(d, size, "merged") for d, size in shared},
                 )
                 for name, kb in zip(names, own, strict=True)
             }

@@ -28,9 +28,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a" * 16 
 
 def check(directory: Path, scans: Path | None = None) -> list[Problem]:
     """The model's errors; every one is complete, on one line, and leaves no fingerprint."""
-    entry = ModelEntry(
-        name="m", path=str(directory), tasks=(TaskBudget(task="quiz", metric="acc", budget=0.1),)
-    )
+    entry = ModelEntry(name="m", path=str(directory), tasks=(TaskBudget(task="quiz", metric="acc", budget=0.1),))
     problems, fingerprint = check_model(entry, scans)
     errors = [p for p in problems if p.severity == "error"]
     assert (fingerprint is None) == bool(errors)
@@ -318,9 +316,7 @@ def quantise_to_fp8(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     "quantise", [quantise_like_bitsandbytes, quantise_like_gptq, quantise_like_nf4, quantise_to_fp8]
 )
-def test_quantised_weights_are_recognised(
-    tmp_path: Path, quantise: Callable[[dict[str, Tensor]], None]
-) -> None:
+def test_quantised_weights_are_recognised(tmp_path: Path, quantise: Callable[[dict[str, Tensor]], None]) -> None:
     directory = tiny_llama(tmp_path / "m")
     edit_tensors(directory, quantise)
     problems = check(directory)
@@ -390,9 +386,7 @@ def opened_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 @given(data=st.data())
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-def test_no_configuration_causes_an_exception(
-    opened_once: dict[str, Checkpoint], data: st.DataObject
-) -> None:
+def test_no_configuration_causes_an_exception(opened_once: dict[str, Checkpoint], data: st.DataObject) -> None:
     opened = opened_once[data.draw(st.sampled_from(sorted(opened_once)))]
     extra = [
         "rope_theta",

@@ -218,9 +218,7 @@ def rewritten(export: Path, change: Callable[[dict[str, object]], object]) -> Pa
     return export
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc/passwd", "../single/config.json", "a/../../b", ".", "", "a//b", "./a"]
-)
+@pytest.mark.parametrize("name", ["/etc/passwd", "../single/config.json", "a/../../b", ".", "", "a//b", "./a"])
 @pytest.mark.parametrize("place", ["directory", "files", "tensors"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(export: Path, name: str, place: str) -> None:
     def change(data: dict) -> None:  # type: ignore[type-arg]
@@ -245,9 +243,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(export: Path, name: st
         lambda d: d["models"]["tied"].update(linked="symlink"),
     ],
 )
-def test_a_manifest_of_another_kind_is_refused(
-    export: Path, change: Callable[[dict[str, object]], object]
-) -> None:
+def test_a_manifest_of_another_kind_is_refused(export: Path, change: Callable[[dict[str, object]], object]) -> None:
     with pytest.raises(ProofError, match=r"sandhi.json: no manifest: "):
         read_manifest(rewritten(export, change))
 

@@ -165,14 +165,10 @@ def test_a_damaged_pool_is_a_pool_or_an_error(edits: list[tuple[int, int, str]])
     load(text.encode("utf-8", "surrogatepass"))
 
 
-FIELD = st.sampled_from(
-    ["name", "models", "tasks", "task", "metric", "budget", "path", "search", "tolerance"]
-)
+FIELD = st.sampled_from(["name", "models", "tasks", "task", "metric", "budget", "path", "search", "tolerance"])
 NESTED = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(FIELD | st.text(max_size=3), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELD | st.text(max_size=3), inner, max_size=4),
     max_leaves=12,
 )
 

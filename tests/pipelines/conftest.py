@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from pipelines.cli import main
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama
 
-CHECKOUT = Path(__file__).parent.parent.parent
 SPECIALISTS = {"sorter": "sandhi_sort", "converter": "sandhi_units", "inflector": "sandhi_past"}
 OUTSIDER = {"roman": "sandhi_roman"}
 
@@ -45,16 +42,6 @@ def built(pool: Path, root: Path, *options: str) -> dict[str, Any]:
     assert status == 0, err
     document: dict[str, Any] = json.loads(out)
     return document
-
-
-@pytest.fixture(scope="session")
-def trained() -> Path:
-    """The fixture pool's folder (models/, tasks/): trained at the first run of the tests, then kept."""
-    folder = CHECKOUT / ".sandhi-demo" / "fixture"
-    folder.parent.mkdir(exist_ok=True)
-    make = [sys.executable, "-m", "demo.make_pool", str(folder), "--size", "fixture"]
-    subprocess.run(make, cwd=CHECKOUT, check=True, capture_output=True)
-    return folder
 
 
 @pytest.fixture(scope="session")

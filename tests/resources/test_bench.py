@@ -31,7 +31,7 @@ def test_deployed_holdouts_follow_the_operating_points(bench: Bench) -> None:
 
 def test_points_of_an_earlier_walk_are_refused(bench: Bench) -> None:
     bench.artifacts.save(("operating_points", "pool"), "", None, points_at({"a": 2, "b": 2}))
-    with pytest.raises(StoreError, match="model a: .* not made from this model's holdout"):
+    with pytest.raises(StoreError, match=r"model a: .* not made from this model's holdout"):
         bench.deployed_holdouts("pool")
 
 
