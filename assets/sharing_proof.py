@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from assets.stage import Check, Job, Outcome, StageAsset
-from sandhi_core.cutoffs import tensors_at
-from sandhi_core.evaluation.evaluator import score_directory
+from sandhi_core.cutoffs import EPSILON, tensors_at
+from sandhi_core.evaluation.evaluator import merged_weights, score_directory
+from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.records import (
     Evaluation,
     MergedWeights,
@@ -25,14 +26,18 @@ def run(job: Job) -> Outcome:
 
     trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
     deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
+    tensors = {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
+    merged = bench.artifacts.load(MergedWeights, "merged_weights", job.key)
+    # What was deployed before must not outlive a proof that fails now.
+    (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
     record = prove(
-        bench.artifacts.load(MergedWeights, "merged_weights", job.key),
+        merged,
         bench.artifacts.root,
         bench.checkpoints(job.key),
         bench.fingerprints(job.key),
-        {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()},
+        tensors,
         deployed.savings,
-        {m: _scored(job, m, holdout.weights) for m, holdout in bench.deployed_holdouts(job.key).items()},
+        {m: _scored(job, m, held) for m, held in tensors.items()},
         answers,
     )
     questions = sum(record.questions_checked.values())
@@ -50,23 +55,37 @@ def run(job: Job) -> Outcome:
             Check(
                 "exported_is_scored",
                 record.passed,
-                "; ".join(record.problems) or "every digest and answer equal",
+                "; ".join(record.problems) or "every digest and answer equal, every claimed byte saved",
             ),
+            _within_budgets(job),
         ),
     )
 
 
-def _scored(job: Job, model: str, weights: str) -> Evaluation:
-    """What the holdout's walk recorded for the weights that are deployed."""
+def _scored(job: Job, model: str, tensors: dict[str, str]) -> Evaluation:
+    """What the holdout's walk gave the deployed weights; scored again only where the score log was lost."""
     pool, entry = job.bench.catalogue.entry(f"{job.key}.{model}")
-    return job.bench.evaluator(pool, entry).recorded("holdout", weights)
+    weights = merged_weights(job.bench.fingerprint(model), tensors, job.bench.store)
+    return job.bench.evaluator(pool, entry).evaluate("holdout", weights)
+
+
+def _within_budgets(job: Job) -> Check:
+    """Every model's deployed weights against the budgets that the pool file has now."""
+    pool, holdouts = job.bench.catalogue.pools[job.key], job.bench.deployed_holdouts(job.key)
+    over = [
+        f"{entry.name}, {task.task}: {holdouts[entry.name].tasks[task.task].difference:+.4f}, budget {task.budget}"
+        for entry in pool.models
+        for task in entry.tasks
+        if -holdouts[entry.name].tasks[task.task].difference > task.budget + EPSILON
+    ]
+    return Check("within_budget", not over, "; ".join(over) or "every model, on questions never used before")
 
 
 STAGE = StageAsset(
     name="sharing_proof",
     description="Every exported tensor re-read and compared with what was scored; bytes shared, on disk and in memory.",
     run=run,
-    checks=("exported_is_scored",),
+    checks=("exported_is_scored", "within_budget"),
     scores=True,
     kinds=frozenset({"safetensors"}),
 )

@@ -28,7 +28,7 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     if regroup or Planner(catalogue, artifacts).schedule().frontier:
         from pipelines.checking import check  # loads lm-eval, which a build with nothing to do need not wait for
 
-        findings = check(file, root)
+        findings = check(file, root, regroup=regroup)
         problems = [Problem.model_validate(p) for p in findings["problems"]]
         if not findings["ok"]:
             raise PreflightError(problems)
@@ -47,11 +47,10 @@ def dry_run(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     """What a build would run (`stale`), what that may make stale (`waiting`), and the cost of both at most."""
     catalogue = load_catalogue([file])
     artifacts = Settings(file, root).artifacts()
-    forced = frozenset(n for n in catalogue.graph() if regroup and n[0] == "groups")
-    schedule = Planner(catalogue, artifacts).schedule(forced)
+    schedule = Planner(catalogue, artifacts).schedule(catalogue.regrouped(regroup))
     from pipelines.checking import check
 
-    findings = check(file, root)
+    findings = check(file, root, regroup=regroup)
     return {
         "ok": findings["ok"],
         "problems": findings["problems"],

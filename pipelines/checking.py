@@ -14,15 +14,16 @@ from sandhi_core.preflight import check_model, check_pool
 from sandhi_core.records import Fingerprint, Split
 
 
-def check(file: Path, root: Path, *, deep: bool = True) -> dict[str, Any]:
+def check(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     """All problems of all models of a pool at once, worst first, and the cost of building it.
 
-    `deep` reads every weight once (digests are kept, so that a build does not read them again).
+    Every weight is read once; digests and statistics are kept, so that a build does not read them again. `regroup`:
+    the cost of a build that forms the groups anew.
     """
     catalogue = load_catalogue([file])
     (pool,) = catalogue.pools.values()
     settings = Settings(file, root)
-    problems, fingerprints = _models(pool, settings.artifacts().directory("scans"), deep)
+    problems, fingerprints = _models(pool, settings.artifacts().directory("scans"))
     task_problems, questions = _questions(pool, settings.artifacts().directory("datasets"))
     problems += task_problems
     problems += check_pool(pool, fingerprints, questions, root)
@@ -30,23 +31,25 @@ def check(file: Path, root: Path, *, deep: bool = True) -> dict[str, Any]:
     return {
         "ok": all(p.severity != "error" for p in problems),
         "problems": [p.model_dump(mode="json") for p in problems],
-        "plan": cost(catalogue, settings, fingerprints),
+        "plan": _cost(catalogue, settings, fingerprints, regroup),
     }
 
 
-def cost(catalogue: Catalogue, settings: Settings, fingerprints: dict[str, Fingerprint]) -> dict[str, Any]:
+def _cost(
+    catalogue: Catalogue, settings: Settings, fingerprints: dict[str, Fingerprint], regroup: bool
+) -> dict[str, Any]:
     """What the stale nodes would cost at most (those that wait for stale ones counted as stale)."""
     (pool,) = catalogue.pools.values()
-    schedule = Planner(catalogue, settings.artifacts()).schedule()
+    schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
     plan = forecast(catalogue, pool, fingerprints, [*schedule.frontier, *schedule.waiting])
     return plan.model_dump(mode="json")
 
 
-def _models(pool: Pool, scans: Path, deep: bool) -> tuple[list[Problem], dict[str, Fingerprint]]:
+def _models(pool: Pool, scans: Path) -> tuple[list[Problem], dict[str, Fingerprint]]:
     problems: list[Problem] = []
     fingerprints: dict[str, Fingerprint] = {}
     for entry in pool.models:
-        found, fingerprint = check_model(entry, scans, deep)
+        found, fingerprint = check_model(entry, scans)
         problems += found
         if fingerprint is not None:
             fingerprints[entry.name] = fingerprint

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipelines.settings import default_root
-from sandhi_core.errors import SandhiError, UsageError
+from sandhi_core.errors import PreflightError, SandhiError, UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": (
@@ -32,6 +32,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+_POOL_HELP = {"report": "pool file (YAML), or a directory of them"}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, remedy=f"see `{self.prog} --help`")
@@ -44,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (text, example) in COMMANDS.items():
         added[name] = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
     for name in ("check", "build", "report"):
-        added[name].add_argument("pool", type=Path, help="pool file (YAML)")
+        added[name].add_argument("pool", type=Path, help=_POOL_HELP.get(name, "pool file (YAML)"))
         added[name].add_argument(
             "--root",
             type=Path,
@@ -58,11 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     added["build"].add_argument(
         "--regroup", action="store_true", help="form the groups anew, as the nightly rebuild does"
-    )
-    added["check"].add_argument(
-        "--headers-only",
-        action="store_true",
-        help="do not read weights (finds no NaN, no damaged tensor data)",
     )
     added["verify"].add_argument("export", type=Path, help="directory that holds sandhi.json")
     added["verify"].add_argument(
@@ -80,6 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    except PreflightError as error:
+        for problem in error.problems:
+            print(problem.line(), file=sys.stderr)
+        return 1
     except SandhiError as error:
         print(error, file=sys.stderr)
         return 1
@@ -113,7 +115,7 @@ def _check(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
     from pipelines.checking import check
     from sandhi_core.report.text import print_check
 
-    document = check(arguments.pool, root, deep=not arguments.headers_only)
+    document = check(arguments.pool, root)
     if not arguments.json:
         print_check(document)
     return (document if arguments.json else None), (0 if document["ok"] else 1)
@@ -129,7 +131,7 @@ def _build(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
         document = build_pool(arguments.pool, root, regroup=arguments.regroup)
     if not arguments.json:
         (print_dry_run if arguments.dry_run else print_build)(document)
-    return (document if arguments.json else None), 0
+    return (document if arguments.json else None), (0 if document.get("ok", True) else 1)
 
 
 def _verify(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
@@ -143,12 +145,12 @@ def _verify(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
 
 
 def _report(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
-    from pipelines.reporting import report_pool
+    from pipelines.reporting import report
 
-    path = report_pool(arguments.pool, root)
+    paths = report(arguments.pool, root)
     if not arguments.json:
-        print(path)
-    return ({"report": str(path)} if arguments.json else None), 0
+        print(*paths, sep="\n")
+    return ({"reports": [str(path) for path in paths]} if arguments.json else None), 0
 
 
 _COMMANDS = {"schema": _schema, "check": _check, "build": _build, "verify": _verify, "report": _report}

@@ -42,7 +42,7 @@ def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regro
         definitions = build_definitions(catalogue, settings, progress.evaluated)
         with dg.DagsterInstance.get() as instance:
             clear_dead_runs(instance)
-            forced = frozenset(n for n in catalogue.graph() if regroup and n[0] == "groups")
+            forced = catalogue.regrouped(regroup)
             while frontier := Planner(catalogue, artifacts).schedule(forced).frontier:
                 for run in runs(frontier):
                     progress.started(run)

@@ -6,6 +6,7 @@ from typing import TypeVar
 from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
+from sandhi_core.errors import UsageError
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import (
@@ -24,6 +25,14 @@ from sandhi_core.records import (
 from sandhi_core.report import ReportData, write_report
 
 R = TypeVar("R", bound=Record)
+
+
+def report(path: Path, root: Path) -> list[Path]:
+    """Write the report of a pool file, or of every pool file in a directory."""
+    files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+    if not files:
+        raise UsageError("the directory holds no pool file (*.yaml)", file=str(path), remedy="name a pool file")
+    return [report_pool(file, root) for file in files]
 
 
 def report_pool(file: Path, root: Path) -> Path:

@@ -1,6 +1,7 @@
 """Notices that a pool file, a task or a checkpoint changed, and starts exactly what the planner calls stale."""
 
 from collections.abc import Iterator, Sequence
+from datetime import date
 
 import dagster as dg
 
@@ -10,6 +11,14 @@ from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import SandhiError
 from sandhi_core.graph import STAGES, Catalogue
 
+UNFINISHED = [
+    dg.DagsterRunStatus.QUEUED,
+    dg.DagsterRunStatus.NOT_STARTED,
+    dg.DagsterRunStatus.STARTING,
+    dg.DagsterRunStatus.STARTED,
+    dg.DagsterRunStatus.CANCELING,
+]
+
 
 def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[StageJob]) -> dg.SensorDefinition:
     """Requests the planner's frontier; the next tick sees what that made stale, until nothing is."""
@@ -18,7 +27,7 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
         name="rebuild_stale",
         jobs=jobs,
         minimum_interval_seconds=30,
-        description="Starts what is stale in any pool. Waits while something it started is still running.",
+        description="Starts what is stale in any pool, wave by wave; waits while any run is under way. A failure is retried daily.",
     )
     def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
         try:
@@ -31,19 +40,25 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
                 "pool files name other models or pools than when this code location was loaded: reload it"
             )
             return
+        unfinished = context.instance.get_runs(dg.RunsFilter(statuses=UNFINISHED), limit=1)
+        if unfinished:
+            yield dg.SkipReason("a run is under way: what it changes is not known yet")
+            return
         frontier = Planner(current, settings.artifacts()).schedule().frontier
         if not frontier:
             yield dg.SkipReason("nothing is stale")
             return
         for run in runs(frontier):
             wanted = frontier[run.stages[0], run.key]
-            # The last materialisation is part of the key, because a run key is used once for ever and weights
-            # that go from A to B and back to A must be rebuilt.
+            # A run key is used once for ever. The last materialisation is part of it, because weights that go from A
+            # to B and back to A must be rebuilt; and the day, so that what failed is tried again.
             last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
             yield dg.RunRequest(
                 job_name=run.job,
                 partition_key=run.key,
-                run_key=":".join([run.stages[0], run.key, wanted, str(last.storage_id if last else 0)]),
+                run_key=":".join(
+                    [run.stages[0], run.key, wanted, str(last.storage_id if last else 0), f"{date.today()}"]
+                ),
                 asset_selection=[dg.AssetKey(stage) for stage in run.stages],
                 tags={"sandhi/pool": run.key.partition(".")[0]},
             )

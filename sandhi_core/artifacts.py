@@ -77,7 +77,14 @@ class Artifacts:
 
     def directory(self, *parts: str) -> Path:
         path = self.root.joinpath(*parts)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"the artifact root cannot be written: {error.strerror or error}",
+                file=str(path),
+                remedy="give another --root or SANDHI_HOME, or mend its permissions",
+            ) from error
         return path
 
     def _path(self, node: Node) -> Path:
@@ -101,6 +108,8 @@ class Artifacts:
         if envelope is None:
             return None
         needed = {"merged_weights": MANIFEST, "sharing_proof": DEPLOYMENT, "deployment": DEPLOYMENT}.get(node[0])
+        if envelope.record.get("passed") is False:
+            return None  # a proof that failed is made again
         if needed and not (self.root / envelope.record["export"] / needed).is_file():
             return None
         return Stored(envelope.fingerprint, envelope.data_version)

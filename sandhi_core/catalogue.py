@@ -9,6 +9,7 @@ from sandhi_core.architecture import group_key
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import PoolError, SandhiError
+from sandhi_core.evaluation.conditions import conditions
 from sandhi_core.evaluation.taskfiles import task_identity
 from sandhi_core.graph import Catalogue, Node, Schedule, own_inputs, schedule
 from sandhi_core.pool import ModelEntry, Pool, load_pool
@@ -49,13 +50,14 @@ def checkpoint_identity(entry: ModelEntry) -> Any:
         return {"unreadable": error.problem.message}
 
 
-def task_identities(pool: Pool, entry: ModelEntry) -> Any:
-    """Digests over the files that define the entry's tasks."""
+def scoring(pool: Pool, entry: ModelEntry) -> Any:
+    """What decides a model's scores besides its weights: the contents of its tasks, metrics, conditions."""
     include = pool.evaluation.include_path
     try:
-        return [task_identity(Path(include) if include else None, t.task) for t in entry.tasks]
+        tasks = [[task_identity(Path(include) if include else None, t.task), t.metric] for t in entry.tasks]
     except SandhiError as error:
         return {"unreadable": error.problem.message}
+    return {"tasks": tasks, "conditions": conditions(pool.evaluation)}
 
 
 class Planner:
@@ -67,10 +69,10 @@ class Planner:
         self.artifacts = artifacts
         self.graph = catalogue.graph()
         self._identity = cache(checkpoint_identity)
-        self._tasks = cache(task_identities)
+        self._scoring = cache(scoring)
 
     def own(self, node: Node) -> Any:
-        return own_inputs(self.catalogue, node, lambda _, entry: self._identity(entry), self._tasks)
+        return own_inputs(self.catalogue, node, lambda _, entry: self._identity(entry), self._scoring)
 
     def schedule(self, forced: frozenset[Node] = frozenset()) -> Schedule:
         return schedule(self.graph, self.own, self.artifacts.stored, forced)

@@ -117,13 +117,13 @@ class Checkpoint:
         return self._beside
 
     def identity(self) -> list[list[Any]]:
-        """[relative name, size, mtime_ns] of every file of the model, sorted: cheap, and different whenever
-        one was written."""
+        """[relative name, size, mtime_ns, inode] of every file of the model, sorted: cheap, and different whenever
+        one was written or replaced."""
         identity = []
         for name in sorted([*self.weights, *self._beside, *([self._index] if self._index else [])]):
             with self.reading(name):
                 status = (self.directory / name).stat()
-            identity.append([name, status.st_size, status.st_mtime_ns])
+            identity.append([name, status.st_size, status.st_mtime_ns, status.st_ino])
         return identity
 
     def require_unchanged(self, file: str, status: os.stat_result | None = None) -> None:

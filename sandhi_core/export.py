@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
@@ -38,12 +39,26 @@ def export_pool(
 ) -> MergedWeights:
     """Write `exports`/POOL/ID, where each model holds its `tensors` (tensor name to the digest of a tensor in
     the store) and otherwise its own; all mappings by model name. An intact export of the same manifest stays.
-    One process at a time may export a pool: callers hold the artifact root's lock.
+    One process at a time exports a pool; another waits.
 
     Raises CheckpointError where a model's files are no longer those of its fingerprint, StoreError where a
     tensor is not in the store or the disk cannot take the export.
     """
     home = _home(exports, pool.name)
+    with _alone(exports, pool.name):
+        return _export(pool, point, checkpoints, fingerprints, tensors, weights_keys, store, home)
+
+
+def _export(
+    pool: Pool,
+    point: str,
+    checkpoints: Mapping[str, Checkpoint],
+    fingerprints: Mapping[str, Fingerprint],
+    tensors: Mapping[str, Mapping[str, str]],
+    weights_keys: Mapping[str, str],
+    store: Store,
+    home: Path,
+) -> MergedWeights:
     try:
         _clear(home)
         staging = home / ".staging"
@@ -60,7 +75,7 @@ def export_pool(
         _clear(home)
     return MergedWeights(
         pool=pool.name,
-        export=f"{exports.name}/{pool.name}/{final.name}",
+        export=f"{home.parent.name}/{pool.name}/{final.name}",
         manifest=manifest.digest,
         models=tuple(sorted(manifest.models)),
     )
@@ -146,7 +161,7 @@ def _changed(checkpoint: Checkpoint, file: str, tensor: str | None = None) -> Ch
 def _reach(store: Store, staging: Path) -> Linked:
     """The best way from the store into an export: tried on a file, since file systems differ."""
     store.root.mkdir(parents=True, exist_ok=True)
-    source, target = store.root / ".probe", staging / ".probe"
+    source, target = store.root / f".probe-{os.getpid()}", staging / ".probe"
     source.write_bytes(b"probe")
     try:
         for linked in ("hardlink", "reflink"):
@@ -197,6 +212,21 @@ def _transfer(source: Path, target: Path, linked: Linked) -> None:
 
 
 # --- directories --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _alone(exports: Path, pool: str) -> Iterator[None]:
+    """Hold the pool's export lock; the kernel releases it when the process ends, however it ends."""
+    path = exports / f".{pool}.lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _home(exports: Path, pool: str) -> Path:

@@ -98,6 +98,10 @@ class Catalogue:
             for key in self.keys(stage.scope)
         }
 
+    def regrouped(self, wanted: bool = True) -> frozenset[Node]:
+        """The nodes to force where all groups are to be formed anew; none where that is not wanted."""
+        return frozenset(("groups", key) for key in self.keys("group")) if wanted else frozenset()
+
     def _upstream(self, stage: Stage, key: str) -> Iterable[Node]:
         pool_name, _, rest = key.partition(".")
         models = (key.rpartition(".")[2],) if stage.scope in ("model", "member") else self.members(key)
@@ -114,25 +118,21 @@ def profile_inputs(pool: Pool, entry: ModelEntry) -> dict[str, Any]:
         "path": entry.path,
         "revision": entry.revision,
         "tasks": [[t.task, t.metric] for t in entry.tasks],
-        "evaluation": evaluation_inputs(pool),
+        "evaluation": pool.evaluation.model_dump(mode="json", exclude={"threads"}),
         "seeds": list(pool.profile.seeds),
     }
-
-
-def evaluation_inputs(pool: Pool) -> dict[str, Any]:
-    """What of a pool file decides a score. Thread counts change floating-point noise only (docs/scoring)."""
-    return pool.evaluation.model_dump(mode="json", exclude={"threads"})
 
 
 def own_inputs(
     catalogue: Catalogue,
     node: Node,
     identity: Callable[[Pool, ModelEntry], Any],
-    tasks: Callable[[Pool, ModelEntry], Any],
+    scoring: Callable[[Pool, ModelEntry], Any],
 ) -> Any:
     """What a node depends on besides its upstreams, as plain JSON.
 
-    `identity` names the files of a checkpoint cheaply (sizes and times); `tasks` the contents of the task files.
+    `identity` names the files of a checkpoint cheaply (sizes and times); `scoring` all that decides a model's scores
+    besides its weights (tasks by content, metrics, conditions).
     """
     stage, key = node
     scope = STAGES[stage].scope
@@ -145,37 +145,33 @@ def own_inputs(
             "gate": pool.profile.gate,
         }
     if scope == "pool":
-        return _pool_inputs(catalogue.pools[key], stage, tasks)
+        return _pool_inputs(catalogue.pools[key], stage, scoring)
     pool, entry = catalogue.entry(key)
     budgets = {t.task: t.budget for t in entry.tasks}
-    scoring = {"evaluation": evaluation_inputs(pool), "metrics": {t.task: t.metric for t in entry.tasks}}
     match stage:
         case "checkpoint":
             return {"path": entry.path, "revision": entry.revision, "files": identity(pool, entry)}
         case "profile":
-            return {**scoring, "seeds": pool.profile.seeds, "tasks": tasks(pool, entry)}
+            return {"scoring": scoring(pool, entry), "seeds": pool.profile.seeds}
         case "plan":
             return {"grouping": pool.grouping.model_dump(mode="json"), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
-            return {**scoring, "search": search, "tasks": tasks(pool, entry)}
+            return {"scoring": scoring(pool, entry), "search": search}
         case "cutoffs":
             return {"budgets": budgets}
         case _:
-            return {**scoring, "budgets": budgets, "tasks": tasks(pool, entry)}
+            return {"scoring": scoring(pool, entry), "budgets": budgets}
 
 
-def _pool_inputs(pool: Pool, stage: str, tasks: Callable[[Pool, ModelEntry], Any]) -> Any:
+def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], Any]) -> Any:
     match stage:
         case "operating_points":
             return {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models}
         case "sharing_proof":
-            return {
-                "evaluation": evaluation_inputs(pool),
-                "tasks": {m.name: tasks(pool, m) for m in pool.models},
-            }
+            return {m.name: [scoring(pool, m), [t.budget for t in m.tasks]] for m in pool.models}
         case "deployment":
-            return {"deploy": pool.deploy.model_dump(mode="json")}
+            return {"deploy": pool.deploy.model_dump(mode="json"), "dtype": pool.evaluation.dtype}
         case _:
             return {"models": sorted(m.name for m in pool.models)}
 

@@ -200,8 +200,9 @@ class Pool(Section):
         """Per task the drop up to which the search accepts a step: budgets scaled so that the model's largest
         becomes `search.tolerance` (which is that largest budget unless set)."""
         largest = max(entry.budget for entry in model.tasks)
-        scale = 1.0 if self.search.tolerance is None else self.search.tolerance / largest
-        return {entry.task: entry.budget * scale for entry in model.tasks}
+        tolerance = largest if self.search.tolerance is None else self.search.tolerance
+        # In this order the task with the largest budget gets the tolerance itself, to the last bit.
+        return {entry.task: tolerance * (entry.budget / largest) for entry in model.tasks}
 
 
 def json_schema() -> dict[str, Any]:

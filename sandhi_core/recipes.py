@@ -7,8 +7,9 @@ from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.errors import MergeError
+from sandhi_core.graph import STAGES
 from sandhi_core.merging import merge
-from sandhi_core.records import Contributor, Fingerprint, Recipe
+from sandhi_core.records import Contributor, Fingerprint, Recipe, digest_of
 from sandhi_core.scan import RowStatistics, row_statistics
 from sandhi_core.store import Store
 
@@ -26,7 +27,9 @@ class SharedTensors:
 
         Raises MergeError where a contributor's bytes are not those the recipe was made for.
         """
-        known = self._store.recipe_tensor(recipe.digest)
+        # A new version of the stage may give another tensor by the same recipe.
+        key = digest_of([STAGES["trajectory"].version, recipe.digest])
+        known = self._store.recipe_tensor(key)
         if known is not None:
             return known
         opened = [self._opened(c.model) for c in recipe.contributors]
@@ -36,7 +39,7 @@ class SharedTensors:
             pairs = zip(opened, recipe.contributors, strict=True)
             rows = [row_statistics(self._scans, fingerprint, c.tensor) for (_, fingerprint), c in pairs]
         digest = self._store.put(recipe.contributors[0].tensor, merge(recipe, tensors, rows))
-        self._store.remember_recipe(recipe.digest, digest)
+        self._store.remember_recipe(key, digest)
         return digest
 
 

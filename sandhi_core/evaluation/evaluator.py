@@ -3,15 +3,16 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 from torch import Tensor
 
 from sandhi_core.errors import EvaluationError
-from sandhi_core.evaluation.resident import Resident, device_of, dtype_of
+from sandhi_core.evaluation.conditions import conditions, dtype_of
+from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS, Suite, load_tasks
+from sandhi_core.graph import STAGES
 from sandhi_core.pool import EvaluationSettings, ModelEntry
 from sandhi_core.records import Component, Evaluation, Fingerprint, Split, TaskResult, digest_of
 from sandhi_core.store import Store
@@ -23,8 +24,10 @@ def weights_key(fingerprint: str, tensors: Mapping[str, str]) -> str:
 
 
 def noise_key(fingerprint: str, seed: int, layer: int, component: Component) -> str:
-    """Names the weights of a checkpoint with noise in one component (profile.noisy decides the bytes)."""
-    return digest_of({"fingerprint": fingerprint, "noise": [seed, layer, component]})
+    """Names the weights of a checkpoint with noise in one component; the bytes are those of profile.noisy in the
+    stage's present version."""
+    version = STAGES["profile"].version
+    return digest_of({"fingerprint": fingerprint, "noise": [version, seed, layer, component]})
 
 
 def _nothing(name: str) -> Tensor:
@@ -98,17 +101,6 @@ class Evaluator:
         self._evaluated(time.monotonic() - started)
         return evaluation
 
-    def recorded(self, split: Split, weights: str) -> Evaluation:
-        """The score that these weights were given earlier. Raises EvaluationError where there is none."""
-        known = self._log.get(weights, self._contexts[split])
-        if known is None:
-            raise EvaluationError(
-                f"the {split} score of the chosen weights is not in the score log",
-                model=self._entry.name,
-                remedy="build again: the stage that made it runs anew where its settings changed",
-            )
-        return known
-
     def _require_answers(self, split: Split) -> None:
         """A baseline of wrong answers would let every merge pass."""
         for task in self.suite.tasks:
@@ -135,11 +127,6 @@ def _context(suite: Suite, split: Split, settings: EvaluationSettings) -> str:
         {
             "tasks": [[task.name, task.metric, task.filter, task.identity] for task in suite.tasks],
             "split": split,
-            "splits": settings.splits.model_dump(mode="json"),
-            "seed": settings.seed,
-            "dtype": str(dtype_of(settings)),
-            "device": device_of(settings).partition(":")[0],
-            "batch_tokens": settings.batch_tokens,
-            "versions": {package: version(package) for package in ("torch", "transformers", "lm_eval")},
+            **conditions(settings),
         }
     )

@@ -1,7 +1,6 @@
 """One model in memory: stock transformers loads it, tensors are swapped in place and put back byte for byte."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
+from sandhi_core.evaluation.conditions import device_of, dtype_of
 from sandhi_core.evaluation.scorer import PlainScorer, Scorer
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
@@ -20,12 +20,14 @@ from sandhi_core.records import Split, TaskResult
 class Resident:
     """The model in `directory`, loaded by stock transformers.
 
-    Raises EvaluationError where it cannot be loaded, or only by making up weights that the files lack.
+    Raises EvaluationError where it cannot be loaded, or only by making up weights that the files lack, and
+    CheckpointError where the files change meanwhile.
     """
 
     def __init__(self, directory: Path, model: str, settings: EvaluationSettings) -> None:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        self._checkpoint = Checkpoint.open(directory, model)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._directory = directory
@@ -49,6 +51,8 @@ class Resident:
                 file=str(self._directory),
                 remedy="it must be a causal language model with its tokenizer, and fit evaluation.device",
             ) from error
+        for file in self._checkpoint.weights:
+            self._checkpoint.require_unchanged(file)
         if missing := sorted(report["missing_keys"]):
             raise EvaluationError(
                 f"transformers would fill {len(missing)} tensors that the files lack with random numbers",
@@ -99,10 +103,6 @@ class Resident:
             parameter.copy_(replacement)
             self._held[name] = identity
 
-    @cached_property
-    def _checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self._directory, self._name)
-
     def _require_original(self, name: str, parameter: Tensor) -> None:
         """A model type may fuse or transpose tensors as it loads them: then a replacement in the files' layout
         would be scored as something else than what is served."""
@@ -123,18 +123,3 @@ class Resident:
     def _unfit(self, tensor: str, message: str) -> EvaluationError:
         remedy = "this layout cannot be searched: leave the model out of the pool"
         return EvaluationError(message, model=self._name, tensor=tensor, remedy=remedy)
-
-
-def device_of(settings: EvaluationSettings) -> str:
-    """Where models are scored."""
-    if settings.device != "auto":
-        return settings.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def dtype_of(settings: EvaluationSettings) -> "torch.dtype | str":
-    """What models are scored in, as from_pretrained takes it."""
-    if settings.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, settings.dtype)
-        return dtype
-    return torch.float32 if device_of(settings) == "cpu" else "auto"
