@@ -1,13 +1,17 @@
 """The `sandhi` command: check, build, verify, report, schema.
 
 Standard output carries the answer (with --json, one JSON document); progress and problems go to standard error.
-Exit status: 0 sound, 1 something is wrong with the models or the result, 2 the command or pool file is wrong.
+Exit status: 0 sound, 1 something is wrong with the models or the result, 2 the command or pool file is wrong, 130
+stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
+import io
 import json
 import os
+import signal
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,35 +75,75 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status. Expected failures print one line each, never a traceback."""
+    answer = os.dup(1) if argv is None else None
+    if answer is not None:
+        # Standard output is for the answer alone: what libraries and task modules print goes to standard error.
+        os.dup2(2, 1)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        text, status = _answered(argv)
+        sys.stdout.flush()
+        return _deliver(text, status, answer)
+    finally:
+        if answer is not None:
+            os.close(answer)
+
+
+def _answered(argv: list[str] | None) -> tuple[str, int]:
+    """What a command answers, and its exit status."""
+    out, wants_json = io.StringIO(), False
     try:
         arguments = _parser().parse_args(argv)
-        root = (getattr(arguments, "root", None) or default_root()).expanduser().resolve()
-        document, status = _COMMANDS[arguments.command](arguments, root)
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except PreflightError as error:
-        for problem in error.problems:
-            print(problem.line(), file=sys.stderr)
-        return 1
+        wants_json = getattr(arguments, "json", False)
+        with redirect_stdout(out):
+            document, status = _COMMANDS[arguments.command](arguments, _root(arguments))
+        if document is None:
+            return out.getvalue(), status
+        sys.stderr.write(out.getvalue())  # not ours: a task's module may print
+        return json.dumps(document, indent=2, sort_keys=True, allow_nan=False) + "\n", status
     except SandhiError as error:
-        print(error, file=sys.stderr)
-        return 1
+        problems = error.problems if isinstance(error, PreflightError) else [error.problem]
+        for problem in problems:
+            print(problem.line(), file=sys.stderr)
+        found = {"ok": False, "problems": [p.model_dump(mode="json") for p in problems]}
+        text = json.dumps(found, indent=2, sort_keys=True) + "\n" if wants_json else ""
+        return text, 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
-        return 130
+        return "", 130
     except OSError as error:
         print(f"error: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
-        return 1
+        return "", 1
     except Exception as error:  # a defect of ours: still one line, and where to find the rest
         if os.environ.get("SANDHI_DEBUG"):
             raise
         print(f"unexpected {type(error).__name__}: {error} (set SANDHI_DEBUG=1 to see where)", file=sys.stderr)
+        return "", 1
+
+
+def _root(arguments: argparse.Namespace) -> Path:
+    given = getattr(arguments, "root", None)
+    try:
+        return (given or default_root()).expanduser().resolve()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UsageError(f"--root {str(given)!r} is no usable path: {error}", remedy="name a directory") from None
+
+
+def _deliver(text: str, status: int, answer: int | None) -> int:
+    """Write the answer; a reader that has gone away or a full disk is an exit status, not a traceback."""
+    try:
+        if answer is None:
+            sys.stdout.write(text)
+        else:
+            data = memoryview(text.encode())
+            while data:
+                data = data[os.write(answer, data) :]
+        return status
+    except BrokenPipeError:
+        return status or 1
+    except OSError as error:
+        print(f"error: the answer cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    if document is not None:
-        json.dump(document, sys.stdout, indent=2, sort_keys=True, allow_nan=False)
-        print()
-    return status
 
 
 # Commands import what they need when they run: `sandhi --help` and `sandhi schema` should not wait for torch.

@@ -8,7 +8,7 @@ import dagster as dg
 
 from assets.stage import REGROUP_TAG
 from pipelines.assembly import build_definitions
-from pipelines.instance import HEADLESS_TAG, clear_dead_runs, dagster_home
+from pipelines.instance import HEADLESS_TAG, clear_dead_runs, opened_instance
 from pipelines.jobs import Run, runs
 from pipelines.progress import Progress
 from pipelines.settings import Settings
@@ -38,9 +38,8 @@ def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regro
     artifacts = settings.artifacts()
     built = Built()
     with artifacts.lock():
-        dagster_home(settings.root)
         definitions = build_definitions(catalogue, settings, progress.evaluated)
-        with dg.DagsterInstance.get() as instance:
+        with opened_instance(settings.root) as instance:
             clear_dead_runs(instance)
             forced = catalogue.regrouped(regroup)
             while frontier := Planner(catalogue, artifacts).schedule(forced).frontier:
@@ -67,6 +66,8 @@ def _execute(
         raise_on_error=False,
     )
     if not result.success:
+        if _interrupted(result):
+            raise KeyboardInterrupt
         about = f"{run.stages[0]} of {run.key} failed: {_reason(result)}"
         raise BuildError(about, remedy="then build again: what is done is kept")
     made: Counter[str] = Counter()
@@ -74,6 +75,17 @@ def _execute(
         metadata = event.materialization.metadata
         made[run.key.rpartition(".")[2]] += int(str(metadata["evaluations"].value))
     return made
+
+
+def _interrupted(result: Any) -> bool:
+    """Whether it was a signal that ended the run: Dagster turns it into a failure of the stage."""
+    for event in result.get_step_failure_events():
+        error = event.step_failure_data.error
+        while error is not None:
+            if error.cls_name in ("DagsterExecutionInterruptedError", "KeyboardInterrupt"):
+                return True
+            error = error.cause
+    return False
 
 
 def _reason(result: Any) -> str:

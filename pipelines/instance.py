@@ -1,10 +1,16 @@
 """The Dagster instance of an artifact root, and what a killed run leaves behind in it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
+from dagster import DagsterInvalidConfigError
+from sqlalchemy.exc import SQLAlchemyError
+from yaml import YAMLError
 
+from sandhi_core.errors import StoreError
 from sandhi_core.files import write_atomic
 
 HEADLESS_TAG = "sandhi/headless"
@@ -29,6 +35,21 @@ def dagster_home(root: Path) -> Path:
         write_atomic(home / "dagster.yaml", _SETTINGS.encode())
     os.environ["DAGSTER_HOME"] = str(home)
     return home
+
+
+@contextmanager
+def opened_instance(root: Path) -> Iterator[dg.DagsterInstance]:
+    """The instance of a root. Raises StoreError where its files are damaged or the disk is full."""
+    home = dagster_home(root)
+    try:
+        with dg.DagsterInstance.get() as instance:
+            yield instance
+    except (SQLAlchemyError, YAMLError, DagsterInvalidConfigError) as error:
+        raise StoreError(
+            f"Dagster's own files cannot be used: {str(error).splitlines()[0]}",
+            file=str(home),
+            remedy="free disk space, or remove this folder: it holds the history of runs, no result",
+        ) from error
 
 
 def clear_dead_runs(instance: dg.DagsterInstance) -> None:

@@ -5,6 +5,7 @@ from datetime import date
 
 import dagster as dg
 
+from pipelines.instance import HEADLESS_TAG
 from pipelines.jobs import StageJob, runs
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
@@ -27,7 +28,7 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
         name="rebuild_stale",
         jobs=jobs,
         minimum_interval_seconds=30,
-        description="Starts what is stale in any pool, wave by wave; waits while any run is under way. A failure is retried daily.",
+        description="Starts what is stale, wave by wave; waits while a run is under way; retries a failure daily.",
     )
     def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
         try:
@@ -40,8 +41,9 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
                 "pool files name other models or pools than when this code location was loaded: reload it"
             )
             return
-        unfinished = context.instance.get_runs(dg.RunsFilter(statuses=UNFINISHED), limit=1)
-        if unfinished:
+        unfinished = context.instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
+        # A headless build may have been killed, and is cleared up by the next one only.
+        if any(HEADLESS_TAG not in run.tags for run in unfinished):
             yield dg.SkipReason("a run is under way: what it changes is not known yet")
             return
         frontier = Planner(current, settings.artifacts()).schedule().frontier
@@ -53,12 +55,11 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
             # A run key is used once for ever. The last materialisation is part of it, because weights that go from A
             # to B and back to A must be rebuilt; and the day, so that what failed is tried again.
             last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
+            after = str(last.storage_id if last else 0)
             yield dg.RunRequest(
                 job_name=run.job,
                 partition_key=run.key,
-                run_key=":".join(
-                    [run.stages[0], run.key, wanted, str(last.storage_id if last else 0), f"{date.today()}"]
-                ),
+                run_key=":".join([run.stages[0], run.key, wanted, after, str(date.today())]),
                 asset_selection=[dg.AssetKey(stage) for stage in run.stages],
                 tags={"sandhi/pool": run.key.partition(".")[0]},
             )

@@ -37,6 +37,12 @@ class Bench:
 
         Raises CheckpointError where they have changed since.
         """
+        if model not in self.catalogue.group_of:
+            raise CheckpointError(
+                "a recipe that was kept needs this model's weights, and no pool file names it any more",
+                model=model,
+                remedy="name the model in the pool again, or set grouping.on_removed_model: reform",
+            )
         _, entry = self.catalogue.entry(model)
         opened = Checkpoint.open(resolve(entry), model)
         envelope = self.artifacts.envelope(("checkpoint", model))

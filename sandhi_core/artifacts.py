@@ -13,6 +13,7 @@ Only this directory is ever written.
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +24,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from sandhi_core.deploy.spec import DeploymentSpec
-from sandhi_core.errors import StoreError
+from sandhi_core.errors import ProofError, StoreError
 from sandhi_core.files import write_atomic
 from sandhi_core.graph import STAGES, Node, Stored
-from sandhi_core.layout import DEPLOYMENT, MANIFEST
+from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, sizes_match
 from sandhi_core.records import (
     CutoffSet,
     Fingerprint,
@@ -96,7 +97,7 @@ class Artifacts:
         try:
             envelope = Envelope.parse(self._path(node).read_bytes())
             record = RECORDS[node[0]].model_validate(envelope.record)
-        except (FileNotFoundError, ValidationError):
+        except (OSError, ValidationError):
             return None
         intact = (envelope.stage, envelope.key) == node and record.digest == envelope.data_version
         return envelope if intact else None
@@ -110,9 +111,21 @@ class Artifacts:
         needed = {"merged_weights": MANIFEST, "sharing_proof": DEPLOYMENT, "deployment": DEPLOYMENT}.get(node[0])
         if envelope.record.get("passed") is False:
             return None  # a proof that failed is made again
-        if needed and not (self.root / envelope.record["export"] / needed).is_file():
+        if needed and not self._sound(envelope, needed):
             return None
         return Stored(envelope.fingerprint, envelope.data_version)
+
+    def _sound(self, envelope: Envelope, needed: str) -> bool:
+        """Whether an export still has `needed` and every file that its manifest names, each with the size it must
+        have. Bytes are compared by `sandhi verify`."""
+        export = self.root / envelope.record["export"]
+        try:
+            manifest = read_manifest(export)
+            if needed == DEPLOYMENT and json.loads((export / DEPLOYMENT).read_bytes())["manifest"] != manifest.digest:
+                return False
+            return manifest.digest == envelope.record["manifest"] and sizes_match(export, manifest)
+        except (ProofError, OSError, ValueError, TypeError, KeyError):
+            return False
 
     def required(self, node: Node) -> Envelope:
         """The stored record. Raises StoreError where the stage has not run."""

@@ -86,6 +86,19 @@ def index_bytes(model: ExportedModel) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
+def sizes_match(export_root: Path, manifest: Manifest) -> bool:
+    """Whether every file of an export is there and every shard large enough for its tensors: a glance, no proof.
+    Raises OSError where one cannot be looked at."""
+    for model in manifest.models.values():
+        directory = export_root / model.directory
+        if not all((directory / name).is_file() for name in (INDEX, *model.files)):
+            return False
+        for file, tensors in shards(model).items():
+            if (directory / file).stat().st_size < sum(t.nbytes for t in tensors.values()):
+                return False
+    return True
+
+
 def read_manifest(export_root: Path) -> Manifest:
     """The manifest of an export. Raises ProofError where it is missing, invalid or names files elsewhere."""
     path = export_root / MANIFEST

@@ -101,7 +101,10 @@ class Store:
     def recipe_tensor(self, recipe: str) -> str | None:
         """The digest of the tensor that a recipe (by its digest) gave, if that tensor is still here."""
         try:
-            digest = str(json.loads(self._recipe(recipe).read_bytes())["tensor"])
+            remembered = json.loads(self._recipe(recipe).read_bytes())
+            if remembered["recipe"] != recipe:
+                return None
+            digest = str(remembered["tensor"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return digest if any((self.root / digest).glob(f"[!.]*{_SUFFIX}")) else None

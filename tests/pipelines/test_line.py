@@ -19,7 +19,8 @@ from sandhi_core.evaluation.splits import split_of
 from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
 from sandhi_core.pool import load_pool
-from tests.pipelines.conftest import CHECKOUT, OUTSIDER, SPECIALISTS, Line, built, sandhi
+from tests.conftest import CHECKOUT
+from tests.pipelines.conftest import OUTSIDER, SPECIALISTS, Line, built, sandhi
 
 pytestmark = pytest.mark.slow
 
