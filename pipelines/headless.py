@@ -85,7 +85,8 @@ def _interrupted(result: Any) -> bool:
             if error.cls_name in ("DagsterExecutionInterruptedError", "KeyboardInterrupt"):
                 return True
             error = error.cause
-    return False
+    # A signal between steps fails the run as such.
+    return any("Interrupt" in (event.message or "") for event in result.all_events if event.is_failure)
 
 
 def _reason(result: Any) -> str:
