@@ -93,9 +93,9 @@ def _answered(argv: list[str] | None) -> tuple[str, int]:
     """What a command answers, and its exit status."""
     out, wants_json = io.StringIO(), False
     try:
-        arguments = _parser().parse_args(argv)
-        wants_json = getattr(arguments, "json", False)
         with redirect_stdout(out):
+            arguments = _parser().parse_args(argv)
+            wants_json = getattr(arguments, "json", False)
             document, status = _COMMANDS[arguments.command](arguments, _root(arguments))
         if document is None:
             return out.getvalue(), status
@@ -108,6 +108,8 @@ def _answered(argv: list[str] | None) -> tuple[str, int]:
         found = {"ok": False, "problems": [p.model_dump(mode="json") for p in problems]}
         text = json.dumps(found, indent=2, sort_keys=True) + "\n" if wants_json else ""
         return text, 2 if isinstance(error, UsageError) else 1
+    except SystemExit:  # --help
+        return out.getvalue(), 0
     except KeyboardInterrupt:
         print("stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
         return "", 130

@@ -89,7 +89,7 @@ def test_identity_changes_whenever_a_file_is_written(tmp_path: Path) -> None:
     directory = shard(tiny_llama(tmp_path / "m"))
     before = Checkpoint.open(directory, "m").identity()
     assert Checkpoint.open(directory, "m").identity() == before
-    assert [name for name, _, _ in before] == sorted(p.name for p in directory.iterdir())
+    assert [name for name, *_ in before] == sorted(p.name for p in directory.iterdir())
     for name in ("config.json", INDEX, "model-00001-of-00002.safetensors", "tokenizer.json"):
         status = (directory / name).stat()
         os.utime(directory / name, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
