@@ -64,7 +64,7 @@ def _questions(pool: Pool, cache: Path) -> tuple[list[Problem], dict[str, dict[s
         try:
             suite = load_tasks(entry, pool.evaluation, cache)
         except SandhiError as error:
-            problems.append(error.problem)
+            problems.append(error.problem.model_copy(update={"model": entry.name}))
             continue
         counts = {split: suite.questions(split) for split in SPLITS}
         questions[entry.name] = {t.task: {s: counts[s][t.task] for s in SPLITS} for t in entry.tasks}

@@ -130,7 +130,7 @@ class EvaluationSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What models are scored in; auto: float32 on a CPU, else the file's."""
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     splits: Splits = Splits()
     seed: Seed = 42
     """Decides which question falls into which split, and few-shot examples."""

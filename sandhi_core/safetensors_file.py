@@ -80,6 +80,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor in row-major order; no copy where it is contiguous already."""
+    if not tensor.numel():
+        return memoryview(b"")
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data.toreadonly()
 

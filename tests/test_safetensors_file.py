@@ -179,3 +179,7 @@ def test_no_other_exception_comes_out_of_garbage(data: bytes, framed: bool) -> N
         except FormatError:
             return
         assert framed and json.loads(data) == {}
+
+
+def test_an_empty_tensor_has_no_bytes() -> None:
+    assert raw_bytes(torch.empty(0, 3)) == b""

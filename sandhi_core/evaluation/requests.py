@@ -61,7 +61,7 @@ def ask(include: Path | None, name: str, seed: int, cache_directory: Path, ident
         task.build_all_requests()
     except TaskError:
         raise
-    except Exception as error:  # task files and their functions can fail in any way
+    except (Exception, SystemExit) as error:  # task files and their functions can fail in any way
         reason = " ".join(str(error).split()) or type(error).__name__
         raise TaskError(
             f"lm-eval cannot build task {name!r}: {reason}",

@@ -74,6 +74,16 @@ class Resident:
                 model=self._name,
                 remedy=f"lower evaluation.batch_tokens, which is {self._batch_tokens}",
             ) from None
+        except EvaluationError:
+            raise
+        except Exception as error:  # whatever lm-eval or a model type's code may raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EvaluationError(
+                f"the questions cannot be scored: {type(error).__name__}: {reason}",
+                model=self._name,
+                file=str(self._directory),
+                remedy="check that the questions fit the model's context (max_position_embeddings) and tokenizer",
+            ) from error
         return {task.name: task.result(split) for task in suite.tasks}
 
     @torch.no_grad()

@@ -32,6 +32,10 @@ def find_task(include: Path | None, task: str) -> Path | None:
     """
     if include is None:
         return None
+    if not include.is_dir():
+        raise TaskError(
+            "evaluation.include_path is no folder", file=str(include), remedy="name the folder of the task files"
+        )
     # Folders of tasks hold thousands of files: parse only those that say the name.
     stated = re.compile(rf"""\btask["']?\s*:\s*["']?{re.escape(task)}["']?\s*($|[#,}}])""", re.MULTILINE)
     files = sorted(include.glob("**/*.yaml"))
@@ -90,7 +94,16 @@ def _absolute(data_files: Any, folder: Path) -> Any:
         return {split: _absolute(files, folder) for split, files in data_files.items()}
     if isinstance(data_files, list):
         return [_absolute(files, folder) for files in data_files]
-    return str(folder / data_files) if _matches(data_files, folder) else data_files
+    if _matches(data_files, folder):
+        return str(folder / data_files)
+    if data_files and "://" not in str(data_files):
+        # lm-eval would look from the current directory: another file for everyone, and none that we would notice.
+        raise TaskError(
+            f"the task's data file {str(data_files)!r} is not beside it",
+            file=str(folder),
+            remedy="put it there, or name it relative to the task's folder",
+        )
+    return data_files
 
 
 def _data_files(chain: list[tuple[Path, dict[str, Any]]]) -> tuple[Any, Path]:

@@ -123,7 +123,7 @@ def test_includes_that_lead_nowhere(folder: Path, include: str, reason: str) -> 
 )
 def test_tasks_that_lm_eval_cannot_build(folder: Path, change: dict[str, Any]) -> None:
     choice_task(folder, **change)
-    with pytest.raises(TaskError, match="cannot build task 'letters'") as caught:
+    with pytest.raises(TaskError, match=r"task 'letters'|not beside it") as caught:
         load(folder)
     assert caught.value.problem.file == str(folder / "letters.yaml")
 
@@ -134,7 +134,7 @@ def test_functions_that_are_missing_or_fail(folder: Path, function: str) -> None
     (folder / "helpers.py").write_text("def fails(doc):\n    raise SystemError\n")
     text = (folder / "letters.yaml").read_text().replace("'{{query}}'", f"!function {function}")
     (folder / "letters.yaml").write_text(text)
-    with pytest.raises(TaskError, match="cannot build task 'letters'"):
+    with pytest.raises(TaskError, match=r"task 'letters'|not beside it"):
         load(folder)
 
 
@@ -144,7 +144,7 @@ def test_missing_and_broken_data(folder: Path, content: str | None) -> None:
         (folder / "letters.jsonl").unlink()
     else:
         (folder / "letters.jsonl").write_text(content)
-    with pytest.raises(TaskError, match="cannot build task 'letters'"):
+    with pytest.raises(TaskError, match=r"task 'letters'|not beside it"):
         load(folder)
 
 
@@ -339,3 +339,27 @@ def test_a_disk_that_fills_within_a_line(tmp_path: Path) -> None:
     assert ScoreLog(tmp_path / "log").get("b", "c") is None
     log.add(scored("b"))
     assert (tmp_path / "log").read_bytes() == b"".join(scored(w).canonical() + b"\n" for w in "ab")
+
+
+def test_data_beside_the_current_directory_is_not_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = choice_task(tmp_path / "tasks")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "letters.jsonl").rename(tmp_path / "elsewhere" / "letters.jsonl")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(TaskError, match=r"'letters.jsonl' is not beside it"):
+        load_tasks(entry(tmp_path, ("letters", "acc")), settings(folder), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_an_include_path_that_is_no_folder(tmp_path: Path, kind: str) -> None:
+    if kind == "file":
+        (tmp_path / "tasks").write_text("")
+    with pytest.raises(TaskError, match="include_path is no folder"):
+        load_tasks(entry(tmp_path, ("letters", "acc")), settings(tmp_path / "tasks"), tmp_path / "cache")
+
+
+def test_questions_that_do_not_fit_the_model(tmp_path: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    scored = scorer(tmp_path, tiny_llama(tmp_path / "model", max_position_embeddings=2))
+    with pytest.raises(EvaluationError, match="the questions cannot be scored"):
+        scored.evaluate("search", Weights("w"))
