@@ -11,6 +11,7 @@ from sandhi_core.architecture import problems_of
 from sandhi_core.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.pool import ModelEntry
+from sandhi_core.preflight_loading import check_model_class, check_tokenizer_class
 from sandhi_core.preflight_pool import check_pool
 from sandhi_core.records import DTYPE_BYTES, Fingerprint
 from sandhi_core.scan import examine
@@ -50,6 +51,7 @@ def check_model(entry: ModelEntry, scans: Path | None, deep: bool = True) -> tup
         fingerprint, more = _read(found, scans)
         found.problems += more
     _check_tokenizer(found)
+    _check_loading(found)
     _mention_ignored(found)
     problems = list(dict.fromkeys(found.problems))
     sound = all(p.severity != "error" for p in problems)
@@ -64,6 +66,16 @@ def _read(found: Survey, scans: Path | None) -> tuple[Fingerprint | None, list[P
             return examine(Checkpoint(found), Path(unkept))
     except SandhiError as error:
         return None, [error.problem.model_copy(update={"model": found.model})]
+
+
+def _check_loading(found: Survey) -> None:
+    """What transformers makes of the files, as far as nothing else is wrong with them."""
+    faulty = {p.file for p in found.problems if p.severity == "error"}
+    tokenizer_is_sound = not faulty & set(found.beside) and any(name in found.beside for name in TOKENIZERS)
+    if found.config and CONFIG not in faulty:
+        check_model_class(found)
+    if tokenizer_is_sound:
+        check_tokenizer_class(found)
 
 
 def _check_quantised(found: Survey) -> None:

@@ -8,6 +8,8 @@ from math import ceil
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from sandhi_core.checkpoint import resolve
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
@@ -26,7 +28,7 @@ def check_pool(
 ) -> list[Problem]:
     """Problems between the models of a pool, and between it and the artifact root. `fingerprints` may lack
     models that have problems of their own; `questions` may lack tasks that cannot be built."""
-    problems = list(_partners(pool, fingerprints))
+    problems = [*_device(pool), *_partners(pool, fingerprints)]
     problems += _tokenizers(pool, fingerprints)
     for entry in pool.models:
         counted = (questions or {}).get(entry.name, {})
@@ -46,6 +48,18 @@ def _problem(
     file: str | None = None,
 ) -> Problem:
     return Problem(code=code, severity=severity, model=model, file=file, message=message, remedy=remedy)
+
+
+def _device(pool: Pool) -> Iterator[Problem]:
+    device = pool.evaluation.device
+    kind, _, number = device.partition(":")
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind, 1)
+    if int(number or 0) >= there:
+        yield _problem(
+            "device-missing",
+            f"evaluation.device is {device}, which this machine lacks",
+            "set evaluation.device to cpu or auto",
+        )
 
 
 def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:

@@ -238,3 +238,12 @@ def test_what_is_written_out_again_reads_the_same(tmp_path: Path) -> None:
     pool = load_pool(write(tmp_path, MINIMAL))
     again = write(tmp_path, yaml.safe_dump(pool.model_dump(mode="json")))
     assert load_pool(again) == pool
+
+
+@pytest.mark.parametrize(("threads", "accepted"), [(1, True), (1024, True), (1025, False), (0, False)])
+def test_threads_are_bounded(tmp_path: Path, threads: int, accepted: bool) -> None:
+    text = f"{MINIMAL}evaluation: {{threads: {threads}}}\n"
+    if accepted:
+        assert load_pool(write(tmp_path, text)).evaluation.threads == threads
+    else:
+        assert "evaluation.threads" in mistakes(tmp_path, text)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import Problem
@@ -124,7 +125,8 @@ def test_a_tokenizer_must_be_there(tmp_path: Path) -> None:
     problems, _ = check_model(entry("m", directory), tmp_path / "scans")
     assert codes(problems) == [("error", "tokenizer-missing", "tokenizer.json")]
     (directory / "tokenizer.model").write_bytes(b"sentencepiece")
-    assert check_model(entry("m", directory), tmp_path / "scans")[0] == []
+    problems, _ = check_model(entry("m", directory), tmp_path / "scans")
+    assert codes(problems) == [("error", "tokenizer-unusable", None)]
 
 
 def test_scans_that_cannot_be_written_are_a_problem_not_an_exception(tmp_path: Path) -> None:
@@ -132,6 +134,24 @@ def test_scans_that_cannot_be_written_are_a_problem_not_an_exception(tmp_path: P
     problems, found = check_model(entry("m", tiny_llama(tmp_path / "m")), tmp_path / "scans")
     assert [(p.severity, p.code, p.model) for p in problems] == [("error", "store", "m")]
     assert found is None
+
+
+def test_code_of_the_models_own_is_mentioned_and_not_run(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "m")
+    (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    edit_json(directory / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    edit_json(directory / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", None]})
+    problems, _ = check_model(entry("m", directory), tmp_path / "scans")
+    assert ("warning", "remote-code", "config.json") in codes(problems)
+    assert ("warning", "remote-code", "tokenizer_config.json") in codes(problems)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("named", [None, ["LlamaForCausalLM"]])
+def test_architectures_may_be_left_out(tmp_path: Path, named: list[str] | None) -> None:
+    directory = tiny_llama(tmp_path / "m")
+    edit_json(directory / "config.json", architectures=named)
+    assert check_model(entry("m", directory), None)[0] == []
 
 
 # --- the pool -----------------------------------------------------------------------------------------------
@@ -227,6 +247,36 @@ def test_tokenizers_of_models_that_share_nothing_are_not_compared(tmp_path: Path
     write_tokenizer(models["c"], CHARACTERS[::-1])
     pool, found = pool_of(tmp_path, models)
     assert {p.code for p in check_pool(pool, found, None, tmp_path)} == {"no-partner"}
+
+
+def on_device(pool: Pool, device: str) -> Pool:
+    return pool.model_copy(update={"evaluation": EvaluationSettings(device=device)})
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "missing"),
+    [
+        ("cuda", 0, True),
+        ("cuda:1", 1, True),
+        ("cuda:2", 2, True),
+        ("mps", 1, True),
+        ("cuda", 1, False),
+        ("cuda:1", 2, False),
+        ("cpu", 0, False),
+        ("auto", 0, False),
+    ],
+)
+def test_a_device_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, missing: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    pool, found = pool_of(tmp_path, twins(tmp_path))
+    problems = check_pool(on_device(pool, device), found, None, tmp_path)
+    assert [(p.severity, p.code) for p in problems] == ([("error", "device-missing")] if missing else [])
+    if missing:
+        assert problems[0].message == f"evaluation.device is {device}, which this machine lacks"
+        assert problems[0].remedy == "set evaluation.device to cpu or auto"
 
 
 Usage = namedtuple("Usage", "total used free")

@@ -62,15 +62,22 @@ def ask(include: Path | None, name: str, seed: int, cache_directory: Path, ident
     except TaskError:
         raise
     except (Exception, SystemExit) as error:  # task files and their functions can fail in any way
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise TaskError(
-            f"lm-eval cannot build task {name!r}: {reason}",
+            f"lm-eval cannot build task {name!r}: {_reason(error)}",
             file=str(find_task(include, name) or "") or None,
             remedy="correct the task file or its data; `lm_eval validate` checks task files",
         ) from error
     _refuse_sampling(name, task.instances)
     questions = _questions(task.instances)
     return Asked(task, questions, _digest(questions))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, StopIteration):  # what the data sets library makes of files without a row
+        return "its data hold no question"
+    if isinstance(error, SystemExit):
+        return f"its code ended the process (SystemExit: {error})"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _seed_generators() -> None:

@@ -39,10 +39,11 @@ class Resident:
 
     def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
         try:
+            # Said outright that a model's own code is not run: else transformers asks at the terminal.
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                self._directory, dtype=dtype_of(settings), output_loading_info=True
+                self._directory, dtype=dtype_of(settings), output_loading_info=True, trust_remote_code=False
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
             model = model.to(device_of(settings)).eval()
         except Exception as error:  # whatever a model type's code, a tokenizer or a device may raise
             raise EvaluationError(
@@ -70,7 +71,7 @@ class Resident:
                 self.scorer.answer(suite.requests(split), lowest_layer)
         except torch.OutOfMemoryError:
             raise EvaluationError(
-                "the device has no memory left",
+                f"the device has no memory left for {_names(suite)}",
                 model=self._name,
                 remedy=f"lower evaluation.batch_tokens, which is {self._batch_tokens}",
             ) from None
@@ -79,12 +80,15 @@ class Resident:
         except Exception as error:  # whatever lm-eval or a model type's code may raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EvaluationError(
-                f"the questions cannot be scored: {type(error).__name__}: {reason}",
+                f"the questions of {_names(suite)} cannot be scored: {type(error).__name__}: {reason}",
                 model=self._name,
                 file=str(self._directory),
                 remedy="check that the questions fit the model's context (max_position_embeddings) and tokenizer",
             ) from error
-        return {task.name: task.result(split) for task in suite.tasks}
+        try:
+            return {task.name: task.result(split) for task in suite.tasks}
+        except EvaluationError as error:  # which knows the task, not the model
+            raise EvaluationError(error.problem.message, model=self._name, remedy=error.problem.remedy) from error
 
     @torch.no_grad()
     def hold(self, tensors: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
@@ -133,3 +137,7 @@ class Resident:
     def _unfit(self, tensor: str, message: str) -> EvaluationError:
         remedy = "this layout cannot be searched: leave the model out of the pool"
         return EvaluationError(message, model=self._name, tensor=tensor, remedy=remedy)
+
+
+def _names(suite: Suite) -> str:
+    return ("task " if len(suite.tasks) == 1 else "tasks ") + ", ".join(repr(task.name) for task in suite.tasks)

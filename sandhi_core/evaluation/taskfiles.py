@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from sandhi_core.errors import TaskError
+
+_LOCAL = ("json", "csv", "parquet", "text", "arrow", "pandas")
+"""`dataset_path`s of which the data files are named by the task; others have them in a repository of their own."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,21 @@ def find_task(include: Path | None, task: str) -> Path | None:
 
 def task_files(include: Path | None, task: str) -> tuple[Path, ...]:
     """The task's YAML, what it includes, the functions' modules and the local data files; empty for a task of
-    lm-eval's own."""
+    lm-eval's own. Raises TaskError where a local data file is not there."""
     path = find_task(include, task)
     if path is None:
         return ()
     chain = list(_chain(path))
     modules = (module for file, content in chain for module in _modules(file, content))
-    data_files, folder = _data_files(chain)
-    data = (found for name in _names(data_files) for found in _matches(name, folder))
+    named = _data_files(chain)
+    data = (found for name in _names(named.files) for found in _beside(name, named))
     return tuple(dict.fromkeys([*(file for file, _ in chain), *modules, *data]))
 
 
 def task_identity(include: Path | None, task: str) -> str:
     """Digest over the contents of the task's files, or over the name and lm-eval's version for its own tasks.
 
-    Raises TaskError where a file cannot be read.
+    Raises TaskError where a file cannot be read or is not there.
     """
     digest = hashlib.sha256(f"{task}\nlm_eval {version('lm_eval')}\n".encode())
     for path in task_files(include, task):
@@ -84,34 +87,55 @@ def task_identity(include: Path | None, task: str) -> str:
 
 def local_data_files(path: Path) -> Any:
     """The `data_files` of the task in `path`, in the structure they are written in, with names and patterns
-    that exist beside the file that states them made absolute (lm-eval looks in the current directory)."""
-    data_files, folder = _data_files(list(_chain(path)))
-    return _absolute(data_files, folder)
+    that exist beside the file that states them made absolute (lm-eval looks in the current directory).
+
+    Raises TaskError where a local data file is not there, or empty."""
+    named = _data_files(list(_chain(path)))
+    return _absolute(named.files, named)
 
 
-def _absolute(data_files: Any, folder: Path) -> Any:
-    if isinstance(data_files, dict):
-        return {split: _absolute(files, folder) for split, files in data_files.items()}
-    if isinstance(data_files, list):
-        return [_absolute(files, folder) for files in data_files]
-    if _matches(data_files, folder):
-        return str(folder / data_files)
-    if data_files and "://" not in str(data_files):
-        # lm-eval would look from the current directory: another file for everyone, and none that we would notice.
-        raise TaskError(
-            f"the task's data file {str(data_files)!r} is not beside it",
-            file=str(folder),
-            remedy="put it there, or name it relative to the task's folder",
-        )
-    return data_files
+class _DataFiles(NamedTuple):
+    """What lm-eval takes as `data_files`, the folder of the file that states them, and whether they must be
+    there."""
+
+    files: Any
+    folder: Path
+    local: bool
 
 
-def _data_files(chain: list[tuple[Path, dict[str, Any]]]) -> tuple[Any, Path]:
-    """What lm-eval takes as `data_files`, and the folder of the file that states them."""
+def _data_files(chain: list[tuple[Path, dict[str, Any]]]) -> _DataFiles:
+    local = next((content["dataset_path"] for _, content in chain if "dataset_path" in content), None) in _LOCAL
     for file, content in chain:
         if "dataset_kwargs" in content:
-            return (content["dataset_kwargs"] or {}).get("data_files"), file.parent.absolute()
-    return None, chain[0][0].parent
+            kwargs = content["dataset_kwargs"]
+            files = kwargs.get("data_files") if isinstance(kwargs, dict) else None
+            return _DataFiles(files, file.parent.absolute(), local)
+    return _DataFiles(None, chain[0][0].parent, local)
+
+
+def _absolute(files: Any, named: _DataFiles) -> Any:
+    if isinstance(files, dict):
+        return {split: _absolute(inner, named) for split, inner in files.items()}
+    if isinstance(files, list):
+        return [_absolute(inner, named) for inner in files]
+    found = [] if files is None else _beside(files, named)
+    if found and not any(path.stat().st_size for path in found):
+        remedy = "put the task's questions there"
+        raise TaskError(f"the task's data file {str(files)!r} is empty", file=str(found[0]), remedy=remedy)
+    return str(named.folder / str(files)) if found else files
+
+
+def _beside(name: Any, named: _DataFiles) -> list[Path]:
+    """Files that a name or pattern means, none where it leads elsewhere."""
+    found = _matches(name, named.folder)
+    if not found and named.local and "://" not in str(name):
+        # lm-eval would look from the current directory: another file for everyone, and none that we would notice.
+        raise TaskError(
+            f"the task's data file {str(name)!r} is not beside it",
+            file=str(named.folder),
+            remedy="put it there, or name it relative to the task's folder",
+        )
+    return found
 
 
 def _matches(name: Any, folder: Path) -> list[Path]:

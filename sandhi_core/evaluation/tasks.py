@@ -49,7 +49,7 @@ class SuiteTask:
             value = float(self.aggregate(values))
         except EvaluationError:
             raise
-        except Exception as error:  # a task's own functions can fail in any way
+        except (Exception, SystemExit) as error:  # a task's own functions can fail in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EvaluationError(
                 f"lm-eval cannot judge the answers to task {self.name!r}: {reason}",

@@ -114,6 +114,7 @@ def test_tasks_that_lm_eval_knows_by_itself(tmp_path: Path, monkeypatch: pytest.
     folder = choice_task(tmp_path / "own")
     monkeypatch.setattr(requests, "_own_tasks", lambda: TaskManager(include_path=str(folder), include_defaults=False))
     monkeypatch.chdir(folder)  # as lm-eval finds data files
+    (tmp_path / "none").mkdir()
     suite = load_tasks(entry(tmp_path, ("letters", "acc")), settings(tmp_path / "none"), tmp_path / "cache")
     assert sum(sum(suite.questions(split).values()) for split in SPLITS) == QUESTIONS
 

@@ -153,6 +153,38 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], None], set[tuple[str, str | None]]
         lambda d: edit_json(d / "config.json", model_type="gpt_neox"),
         {("model-type-unsupported", "config.json")},
     ),
+    "an activation that nobody has": (
+        lambda d: edit_json(d / "config.json", hidden_act="nonesuch"),
+        {("config-unusable", "config.json")},
+    ),
+    "a dtype that is none": (
+        lambda d: edit_json(d / "config.json", dtype=3),
+        {("config-unusable", "config.json")},
+    ),
+    "an architecture of another task": (
+        lambda d: edit_json(d / "config.json", architectures=["LlamaForSequenceClassification"]),
+        {("architectures-mismatch", "config.json")},
+    ),
+    "an architecture of another type": (
+        lambda d: edit_json(d / "config.json", architectures=["MistralForCausalLM"]),
+        {("architectures-mismatch", "config.json")},
+    ),
+    "architectures that are no list": (
+        lambda d: edit_json(d / "config.json", architectures={"a": 1}),
+        {("architectures-mismatch", "config.json")},
+    ),
+    "tokenizer settings that are no JSON": (
+        write("tokenizer_config.json", "{"),
+        {("tokenizer-unusable", "tokenizer_config.json")},
+    ),
+    "tokenizer settings that are no object": (
+        write("tokenizer_config.json", "[]"),
+        {("tokenizer-unusable", "tokenizer_config.json")},
+    ),
+    "tokenizer that transformers cannot load": (
+        write("tokenizer.json", '{"model": {"vocab": {"a": 1}}}'),
+        {("tokenizer-unusable", None)},
+    ),
     "tokenizer that is none": (write("tokenizer.json", "{}"), {("tokenizer-invalid", "tokenizer.json")}),
     "tokenizer with odd numbers": (
         write("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}'),
@@ -176,7 +208,14 @@ def test_what_is_wrong_with_a_single_file_checkpoint_is_named(tmp_path: Path, ca
     directory = tiny_llama(tmp_path / "m")
     change(directory)
     assert found(directory) == expected
-    if not {code for code, _ in expected} & {"tokenizer-invalid", "model-type-unsupported"}:
+    unseen_by_survey = {
+        "tokenizer-invalid",
+        "tokenizer-unusable",
+        "model-type-unsupported",
+        "config-unusable",
+        "architectures-mismatch",
+    }
+    if not {code for code, _ in expected} & unseen_by_survey:
         with pytest.raises(CheckpointError):
             Checkpoint.open(directory, "m")
 
@@ -338,6 +377,24 @@ def test_what_is_not_finite_is_named_after_every_look(tmp_path: Path) -> None:
         (problem,) = check(directory, tmp_path / "scans")
         assert (problem.code, problem.file, problem.tensor) == ("not-finite", WEIGHTS, name)
         assert "row 7" in problem.message
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
+def test_a_tensor_without_elements(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    directory = tiny_llama(tmp_path / "m")
+    edit_tensors(directory, lambda t: t.update({"model.rotary_emb.inv_freq": torch.zeros(shape)}))
+    assert check(directory, tmp_path / "scans") == []
+    edit_tensors(directory, lambda t: t.update({"model.norm.weight": torch.zeros(shape)}))
+    (problem,) = check(directory, tmp_path / "scans")
+    assert (problem.code, problem.file, problem.tensor) == ("tensor-shape", WEIGHTS, "model.norm.weight")
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", ["llama"], None])
+def test_a_model_type_that_is_unknown_beside_quantised_weights(tmp_path: Path, model_type: object) -> None:
+    directory = tiny_llama(tmp_path / "m")
+    edit_tensors(directory, quantise_to_fp8)
+    edit_json(directory / "config.json", model_type=model_type)
+    assert {p.code for p in check(directory)} >= {"quantised"}
 
 
 def test_a_multimodal_checkpoint_is_told_from_a_damaged_one(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tasks, models and score logs that are wrong: refused with the reason, or scored as wrong, never as a traceback."""
 
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sandhi_core.evaluation import requests
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, score_directory
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
-from sandhi_core.evaluation.taskfiles import find_task
+from sandhi_core.evaluation.taskfiles import find_task, local_data_files, task_identity
 from sandhi_core.evaluation.tasks import SuiteTask, load_tasks
 from sandhi_core.pool import ModelEntry
 from sandhi_core.records import Evaluation, TaskResult
@@ -123,7 +124,7 @@ def test_includes_that_lead_nowhere(folder: Path, include: str, reason: str) -> 
 )
 def test_tasks_that_lm_eval_cannot_build(folder: Path, change: dict[str, Any]) -> None:
     choice_task(folder, **change)
-    with pytest.raises(TaskError, match=r"task 'letters'|not beside it") as caught:
+    with pytest.raises(TaskError, match="task 'letters'") as caught:
         load(folder)
     assert caught.value.problem.file == str(folder / "letters.yaml")
 
@@ -134,18 +135,33 @@ def test_functions_that_are_missing_or_fail(folder: Path, function: str) -> None
     (folder / "helpers.py").write_text("def fails(doc):\n    raise SystemError\n")
     text = (folder / "letters.yaml").read_text().replace("'{{query}}'", f"!function {function}")
     (folder / "letters.yaml").write_text(text)
-    with pytest.raises(TaskError, match=r"task 'letters'|not beside it"):
+    with pytest.raises(TaskError, match="task 'letters'"):
         load(folder)
 
 
-@pytest.mark.parametrize("content", [None, "", "{not json\n", '["a list"]\n'])
-def test_missing_and_broken_data(folder: Path, content: str | None) -> None:
-    if content is None:
-        (folder / "letters.jsonl").unlink()
-    else:
-        (folder / "letters.jsonl").write_text(content)
-    with pytest.raises(TaskError, match=r"task 'letters'|not beside it"):
+def test_a_module_that_ends_the_process(folder: Path) -> None:
+    (folder / "helpers.py").write_text("raise SystemExit(3)\n")
+    text = (folder / "letters.yaml").read_text().replace("'{{query}}'", "!function helpers.text")
+    (folder / "letters.yaml").write_text(text)
+    with pytest.raises(TaskError, match=r"task 'letters': its code ended the process \(SystemExit: 3\)") as caught:
         load(folder)
+    assert caught.value.problem.file == str(folder / "letters.yaml")
+
+
+@pytest.mark.parametrize("content", ["\n\n", "{not json\n", '["a list"]\n'])
+def test_broken_data(folder: Path, content: str) -> None:
+    (folder / "letters.jsonl").write_text(content)
+    with pytest.raises(TaskError, match="task 'letters'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("loader", ["json", "csv", "parquet", "text"])
+def test_an_empty_data_file(folder: Path, loader: str) -> None:
+    choice_task(folder, dataset_path=loader)
+    (folder / "letters.jsonl").write_text("")
+    with pytest.raises(TaskError, match=r"data file 'letters.jsonl' is empty") as caught:
+        load(folder)
+    assert caught.value.problem.file == str(folder / "letters.jsonl")
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": True}, {"do_sample": True, "temperature": 0.7}, {"temperature": 1}])
@@ -187,8 +203,9 @@ def test_a_metric_that_fails_on_an_answer(tmp_path: Path) -> None:
     (folder / "helpers.py").write_text("def judge(doc, results):\n    raise RuntimeError('no verdict')\n")
     with (folder / "letters.yaml").open("a") as f:
         f.write("process_results: !function helpers.judge\n")
-    with pytest.raises(EvaluationError, match="lm-eval cannot judge the answers to task 'letters': no verdict"):
+    with pytest.raises(EvaluationError, match="cannot judge the answers to task 'letters': no verdict") as caught:
         evaluator(tmp_path, model, entry(model, ("letters", "acc"))).evaluate("search", Weights("w"))
+    assert caught.value.problem.model == "m"
 
 
 def test_weights_that_answer_with_nan_are_wrong_and_an_original_is_refused(tmp_path: Path) -> None:
@@ -341,13 +358,30 @@ def test_a_disk_that_fills_within_a_line(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"".join(scored(w).canonical() + b"\n" for w in "ab")
 
 
-def test_data_beside_the_current_directory_is_not_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = choice_task(tmp_path / "tasks")
+@pytest.mark.parametrize("loader", ["json", "csv", "parquet", "text"])
+@pytest.mark.parametrize("name", ["letters.jsonl", "l*.jsonl", "../elsewhere/none", ""])
+def test_data_beside_the_current_directory_is_not_the_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str, name: str
+) -> None:
+    files = {"data_files": {"test": [name]}}
+    folder = choice_task(tmp_path / "tasks", dataset_path=loader, dataset_kwargs=files)
     (tmp_path / "elsewhere").mkdir()
     (folder / "letters.jsonl").rename(tmp_path / "elsewhere" / "letters.jsonl")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(TaskError, match=r"'letters.jsonl' is not beside it"):
-        load_tasks(entry(tmp_path, ("letters", "acc")), settings(folder), tmp_path / "cache")
+    for look in (lambda: load(folder), lambda: task_identity(folder, "letters")):
+        with pytest.raises(TaskError, match=re.escape(f"{name!r} is not beside it")) as caught:
+            look()
+        assert caught.value.problem.file == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("someone/repository", "data/test.parquet"), ("json", "https://example.org/letters.jsonl")]
+)
+def test_data_that_is_not_local_need_not_be_beside_the_task(tmp_path: Path, path: str, name: str) -> None:
+    files = {"data_files": {"test": name}}
+    folder = choice_task(tmp_path, dataset_path=path, dataset_kwargs=files)
+    assert local_data_files(folder / "letters.yaml") == {"test": name}
+    assert task_identity(folder, "letters")
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
@@ -361,5 +395,6 @@ def test_an_include_path_that_is_no_folder(tmp_path: Path, kind: str) -> None:
 def test_questions_that_do_not_fit_the_model(tmp_path: Path) -> None:
     choice_task(tmp_path / "tasks")
     scored = scorer(tmp_path, tiny_llama(tmp_path / "model", max_position_embeddings=2))
-    with pytest.raises(EvaluationError, match="the questions cannot be scored"):
+    with pytest.raises(EvaluationError, match="the questions of task 'letters' cannot be scored: Assertion") as caught:
         scored.evaluate("search", Weights("w"))
+    assert caught.value.problem.model == "m"

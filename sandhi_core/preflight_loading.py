@@ -1,0 +1,66 @@
+"""Whether stock transformers can make a model and a tokenizer of the files, tried without reading a weight."""
+
+import copy
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from sandhi_core.architectures import ARCHITECTURES
+from sandhi_core.survey import CONFIG
+from sandhi_core.survey_files import Survey, read_json
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SOURCE = "take the file from the model's source again, or correct it"
+_TOKENIZER_SOURCE = "copy the tokenizer's files from the model that this one was trained from"
+
+
+def check_model_class(found: Survey) -> None:
+    """Report what keeps transformers from building the model that the configuration describes, and servers from
+    taking it for a causal language model."""
+    _mention_remote_code(found, CONFIG, found.config)
+    model_type = found.config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        return  # told once the weights can be read
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    named = found.config.get("architectures") or [expected]
+    if named != [expected]:
+        message = f"names the architectures {named!r}, but the model is scored and served as {expected}"
+        remedy = f"set architectures to [{expected}] if the weights are those of one, else leave this model out"
+        found.report("architectures-mismatch", message, remedy, CONFIG)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(found.config))
+        with torch.device("meta"):  # shapes only: neither memory nor time grows with the model
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # a model's own code raises whatever comes up
+        found.report("config-unusable", f"transformers can make no model of it: {_reason(error)}", _SOURCE, CONFIG)
+
+
+def check_tokenizer_class(found: Survey) -> None:
+    """Report what keeps transformers from loading the tokenizer that lies beside the weights."""
+    if TOKENIZER_CONFIG in found.beside:
+        try:
+            _mention_remote_code(found, TOKENIZER_CONFIG, read_json(found.directory / TOKENIZER_CONFIG))
+        except (ValueError, OSError) as error:
+            found.report("tokenizer-unusable", str(error), _TOKENIZER_SOURCE, TOKENIZER_CONFIG)
+            return
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        AutoTokenizer.from_pretrained(found.directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # tokenizers in Rust and Python raise whatever comes up
+        message = f"transformers cannot load the tokenizer: {_reason(error)}"
+        found.report("tokenizer-unusable", message, _TOKENIZER_SOURCE)
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+
+
+def _mention_remote_code(found: Survey, file: str, content: dict[str, object]) -> None:
+    if content.get("auto_map"):
+        message = "names code of its own (auto_map), which is never run: transformers' own classes are used"
+        found.report("remote-code", message, "nothing, if those classes are equivalent", file, severity="warning")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
