@@ -46,33 +46,20 @@ def export_pool(
     """
     home = _home(exports, pool.name)
     with _alone(exports, pool.name):
-        return _export(pool, point, checkpoints, fingerprints, tensors, weights_keys, store, home)
-
-
-def _export(
-    pool: Pool,
-    point: str,
-    checkpoints: Mapping[str, Checkpoint],
-    fingerprints: Mapping[str, Fingerprint],
-    tensors: Mapping[str, Mapping[str, str]],
-    weights_keys: Mapping[str, str],
-    store: Store,
-    home: Path,
-) -> MergedWeights:
-    try:
-        _clear(home)
-        staging = home / ".staging"
-        staging.mkdir()
-        linked = _reach(store, staging)
-        manifest = make_manifest(pool.name, point, fingerprints, tensors, weights_keys, linked)
-        final = home / manifest.digest[:16]
-        if not final.is_dir() or verify_disk(final, manifest).problems:
-            _write(staging, manifest, checkpoints, tensors, store)
-            _publish(staging, final)
-    except OSError as error:
-        raise _unwritable(home, error) from error
-    finally:
-        _clear(home)
+        try:
+            _clear(home)
+            staging = home / ".staging"
+            staging.mkdir()
+            linked = _reach(store, staging)
+            manifest = make_manifest(pool.name, point, fingerprints, tensors, weights_keys, linked)
+            final = home / manifest.digest[:16]
+            if not final.is_dir() or verify_disk(final, manifest).problems:
+                _write(staging, manifest, checkpoints, tensors, store)
+                _publish(staging, final)
+        except OSError as error:
+            raise _unwritable(home, error) from error
+        finally:
+            _clear(home)
     return MergedWeights(
         pool=pool.name,
         export=f"{home.parent.name}/{pool.name}/{final.name}",

@@ -43,9 +43,9 @@ def build_document(**changes: Any) -> dict[str, Any]:
                     "verified_disk": 500,
                     "verified_memory": 480,
                 },
-                "export": "/root/exports/demo/0123",
-                "report": "/root/reports/demo/report.html",
-                "deployment": "/root/exports/demo/0123/deployment.json",
+                "export": "/srv/exports/demo/0123",
+                "report": "/srv/reports/demo/report.html",
+                "deployment": "/srv/exports/demo/0123/deployment.json",
             }
         },
     }
@@ -106,7 +106,7 @@ def test_build_shows_every_task_and_the_bytes(capsys: pytest.CaptureFixture[str]
     assert "sort[red]words[/red]" in out and "second" in out  # text from outside is no markup
     assert "-0.019 to +0.003" in out
     assert "verified in memory" in out and "48.0 %" in out
-    assert "/root/reports/demo/report.html" in out
+    assert "/srv/reports/demo/report.html" in out
     assert out.endswith("Ran 2 checkpoint, 1 profile; 42 evaluations.\n")
     assert max(map(len, out.splitlines())) <= 132
 
@@ -118,7 +118,7 @@ def test_build_that_had_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_long_paths_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     document = build_document()
-    document["pools"]["demo"]["export"] = path = "/root/" + "x" * 300
+    document["pools"]["demo"]["export"] = path = "/srv/" + "x" * 300
     print_build(document)
     assert f"export:     {path}\n" in capsys.readouterr().out
 
