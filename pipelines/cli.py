@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,21 +76,39 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status. Expected failures print one line each, never a traceback."""
-    answer = os.dup(1) if argv is None else None
-    if answer is not None:
-        # Standard output is for the answer alone: what libraries and task modules print goes to standard error.
-        os.dup2(2, 1)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if argv is not None:
+        text, status = _answered(argv, stopped=lambda: False)
+        return _deliver(text, status, None)
+    answer = os.dup(1)
+    # Standard output is for the answer alone: what libraries and task modules print goes to standard error.
+    os.dup2(2, 1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        text, status = _answered(argv)
+        text, status = _answered(None, stopped=_signal_noted())
         sys.stdout.flush()
         return _deliver(text, status, answer)
     finally:
-        if answer is not None:
-            os.close(answer)
+        os.close(answer)
 
 
-def _answered(argv: list[str] | None) -> tuple[str, int]:
+def _signal_noted() -> Callable[[], bool]:
+    """Tells whether SIGINT or SIGTERM has come, whoever handled it: where it lands inside a library it may come
+    out as that library's own failure."""
+    arrived, noted = os.pipe()
+    os.set_blocking(arrived, False)
+    os.set_blocking(noted, False)
+    signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+
+    def stopped() -> bool:
+        try:
+            return bool({signal.SIGINT, signal.SIGTERM} & set(os.read(arrived, 4096)))
+        except BlockingIOError:
+            return False
+
+    return stopped
+
+
+def _answered(argv: list[str] | None, stopped: Callable[[], bool]) -> tuple[str, int]:
     """What a command answers, and its exit status."""
     out, wants_json = io.StringIO(), False
     try:
@@ -101,26 +120,32 @@ def _answered(argv: list[str] | None) -> tuple[str, int]:
             return out.getvalue(), status
         sys.stderr.write(out.getvalue())  # not ours: a task's module may print
         return json.dumps(document, indent=2, sort_keys=True, allow_nan=False) + "\n", status
-    except SandhiError as error:
+    except SystemExit:  # --help
+        return out.getvalue(), 0
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) or stopped():
+            print("stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
+            return "", 130
+        return _failed(error, wants_json)
+
+
+def _failed(error: Exception, wants_json: bool) -> tuple[str, int]:
+    """What is said of a failure: expected ones by their problems, others in one line."""
+    if isinstance(error, SandhiError):
         problems = error.problems if isinstance(error, PreflightError) else [error.problem]
         for problem in problems:
             print(problem.line(), file=sys.stderr)
         found = {"ok": False, "problems": [p.model_dump(mode="json") for p in problems]}
         text = json.dumps(found, indent=2, sort_keys=True) + "\n" if wants_json else ""
         return text, 2 if isinstance(error, UsageError) else 1
-    except SystemExit:  # --help
-        return out.getvalue(), 0
-    except KeyboardInterrupt:
-        print("stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
-        return "", 130
-    except OSError as error:
+    if isinstance(error, OSError):
         print(f"error: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
         return "", 1
-    except Exception as error:  # a defect of ours: still one line, and where to find the rest
-        if os.environ.get("SANDHI_DEBUG"):
-            raise
-        print(f"unexpected {type(error).__name__}: {error} (set SANDHI_DEBUG=1 to see where)", file=sys.stderr)
-        return "", 1
+    # A defect of ours: still one line, and where to find the rest.
+    if os.environ.get("SANDHI_DEBUG"):
+        raise error
+    print(f"unexpected {type(error).__name__}: {error} (set SANDHI_DEBUG=1 to see where)", file=sys.stderr)
+    return "", 1
 
 
 def _root(arguments: argparse.Namespace) -> Path:

@@ -66,8 +66,6 @@ def _execute(
         raise_on_error=False,
     )
     if not result.success:
-        if _interrupted(result):
-            raise KeyboardInterrupt
         about = f"{run.stages[0]} of {run.key} failed: {_reason(result)}"
         raise BuildError(about, remedy="then build again: what is done is kept")
     made: Counter[str] = Counter()
@@ -75,18 +73,6 @@ def _execute(
         metadata = event.materialization.metadata
         made[run.key.rpartition(".")[2]] += int(str(metadata["evaluations"].value))
     return made
-
-
-def _interrupted(result: Any) -> bool:
-    """Whether it was a signal that ended the run: Dagster turns it into a failure of the stage."""
-    for event in result.get_step_failure_events():
-        error = event.step_failure_data.error
-        while error is not None:
-            if error.cls_name in ("DagsterExecutionInterruptedError", "KeyboardInterrupt"):
-                return True
-            error = error.cause
-    # A signal between steps fails the run as such.
-    return any("Interrupt" in (event.message or "") for event in result.all_events if event.is_failure)
 
 
 def _reason(result: Any) -> str:
