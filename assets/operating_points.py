@@ -2,7 +2,7 @@
 
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
-from sandhi_core.cutoffs import operating_points
+from sandhi_core.operating_points import operating_points
 from sandhi_core.records import CutoffSet, HoldoutScore, Plan, Trajectory
 from sandhi_core.report.figures import pareto_chart
 

@@ -34,7 +34,7 @@ class Stage:
 STAGES: dict[str, Stage] = {
     "checkpoint": Stage("model", 1),
     "profile": Stage("model", 1, ("checkpoint",)),
-    "groups": Stage("group", 1, ("checkpoint", "profile")),
+    "groups": Stage("group", 2, ("checkpoint", "profile")),
     "plan": Stage("member", 1, ("checkpoint", "profile"), ("groups",)),
     # The contributors' checkpoints are no upstream of a trajectory: the plan pins their bytes by digest, so that a
     # model that merely joins leaves the others' nodes as they were.

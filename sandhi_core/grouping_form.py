@@ -105,16 +105,16 @@ class Former:
             alike[slot.layer, slot.key].append(slot)
         return [(1, in_order(members)) for members in alike.values() if len(members) > 1]
 
-    def _reference(self, slots: Iterable[Slot]) -> Iterable[tuple[Stage, tuple[Slot, ...]]]:
-        alike: dict[str, list[Slot]] = defaultdict(list)
-        for slot in slots:
-            alike[slot.key].append(slot)
-        for members in alike.values():
-            infos = [self._info(s) for s in members]
-            points = [Point(s.model, s.layer, i.mean, i.std) for s, i in zip(members, infos, strict=True)]
-            clustered = ward_groups(standardised(points))
-            yield from ((1, in_order(members[i] for i in group)) for group in clustered.same_layer)
-            yield from ((2, in_order(members[i] for i in group)) for group in clustered.across)
+    def _reference(self, slots: Sequence[Slot]) -> Iterable[tuple[Stage, tuple[Slot, ...]]]:
+        infos = [self._info(s) for s in slots]
+        points = standardised([Point(s.model, s.layer, i.mean, i.std) for s, i in zip(slots, infos, strict=True)])
+        alike: dict[str, list[int]] = defaultdict(list)
+        for at, slot in enumerate(slots):
+            alike[slot.key].append(at)
+        for rows in alike.values():
+            clustered = ward_groups([points[at] for at in rows])
+            yield from ((1, in_order(slots[rows[i]] for i in group)) for group in clustered.same_layer)
+            yield from ((2, in_order(slots[rows[i]] for i in group)) for group in clustered.across)
 
 
 def in_order(slots: Iterable[Slot]) -> tuple[Slot, ...]:

@@ -179,13 +179,11 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
 class Adjustment(Record):
-    """What one model adds to a shared tensor without touching its bytes. Only `none` is built so far."""
+    """What one model adds to a shared tensor without touching its bytes. `row_moments`, fp32 mean and standard
+    deviation of every row, is the reference's: it is read from records and counted, not built here."""
 
-    kind: Literal["none"] = "none"
-
-    @property
-    def nbytes(self) -> int:
-        return 0
+    kind: Literal["none", "row_moments"] = "none"
+    nbytes: int = 0  # stored beside the shared tensor
 
 
 class Group(Record):

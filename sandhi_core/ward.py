@@ -1,7 +1,7 @@
 """Which slots of one compatibility key the reference would merge: Ward clusters of (mean, std).
 
 Source: SANDHI (SOSP 2026), clustering, as its artifact does it (`prepared_stats.csv` to `ops_step*.csv`):
-Ward linkage (Ward, 1963) on z-scored (mean, std), cut into k = round(rows / models) clusters.
+Ward linkage (Ward, 1963) on (mean, std), z-scored within each model, cut into k = round(rows / models) clusters.
 """
 
 from collections import defaultdict
@@ -35,11 +35,16 @@ class Clustered:
 
 
 def standardised(points: Sequence[Point]) -> list[Point]:
-    """(mean, std) as z-scores over all `points` (sample standard deviation); where all agree, zero."""
+    """(mean, std) as z-scores over all `points` of the same model, whatever their projections (sample standard
+    deviation); where a model's all agree, zero. So models of other scales can be compared."""
     values = _values(points)
-    spread = values.std(axis=0, ddof=1) if len(points) > 1 else np.zeros(2)
-    z = (values - values.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
-    return [p._replace(mean=float(m), std=float(s)) for p, (m, s) in zip(points, z, strict=True)]
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, point in enumerate(points):
+        rows[point.model].append(row)
+    for own in rows.values():
+        spread = values[own].std(axis=0, ddof=1) if len(own) > 1 else np.zeros(2)
+        values[own] = (values[own] - values[own].mean(axis=0)) / np.where(spread > 0, spread, 1.0)
+    return [p._replace(mean=float(m), std=float(s)) for p, (m, s) in zip(points, values, strict=True)]
 
 
 def ward_groups(points: Sequence[Point]) -> Clustered:

@@ -57,11 +57,12 @@ def test_one_model_shares_with_nobody(rows: list[Point]) -> None:
 
 
 def test_standardised_has_no_scale_and_no_offset() -> None:
-    rows = points(("a", 0, 1e-6, 0.02), ("b", 0, 3e-6, 0.02), ("c", 0, 5e-6, 0.02))
-    z = standardised(rows)
-    assert [p.mean for p in z] == pytest.approx([-1.0, 0.0, 1.0])
-    assert [p.std for p in z] == [0.0, 0.0, 0.0]
-    assert [(p.model, p.layer) for p in z] == [("a", 0), ("b", 0), ("c", 0)]
+    own = (("a", 0, 1e-6, 0.02), ("a", 1, 3e-6, 0.02), ("a", 2, 5e-6, 0.02))
+    other = (("b", 0, 2.0, 7.0), ("b", 1, 6.0, 8.0), ("b", 2, 10.0, 9.0), ("c", 0, 4.0, 4.0))
+    z = standardised(points(own[0], *other, *own[1:]))
+    assert [p.mean for p in z] == pytest.approx([-1.0, -1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+    assert [p.std for p in z] == pytest.approx([0.0, -1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    assert [(p.model, p.layer) for p in z][:2] == [("a", 0), ("b", 0)]
 
 
 finite = st.floats(-10, 10, allow_nan=False)

@@ -6,9 +6,10 @@ from typing import Literal
 
 import pytest
 
-from sandhi_core.cutoffs import cutoff_set, operating_points, tensors_at
+from sandhi_core.cutoffs import cutoff_set, tensors_at
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import make_manifest
+from sandhi_core.operating_points import operating_points
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
     Component,
