@@ -48,6 +48,16 @@ class RecordedClustering:
             for stage, row in rows
         }
 
+    def entered(self) -> dict[str, set[tuple[str, int]]]:
+        """By model the (component, layer) pairs that are known to have been clustered."""
+        found: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        for model, fingerprint in self.fingerprints.items():
+            found[model] |= {(s.component, s.layer) for s in fingerprint.slots}
+        for _, projection, parts in self.recorded():
+            for model, layer in parts:
+                found[model].add((PROJECTIONS[projection], layer))
+        return dict(found)
+
     def blocks(self, label: str) -> list[Block]:
         """The order of one model's steps."""
         rows = self.proposals[label]

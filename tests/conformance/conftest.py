@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`run`, `clustering`, `clustered` (with the statistics that went in): everything of the kind that was recorded;
     one skipped case where nothing is there."""
     for name in KINDS.keys() & set(metafunc.fixturenames):
-        found = list(KINDS[name](artifact()))
+        found: list[RecordedRun | RecordedClustering] = [*KINDS[name](artifact())]
         if found:
             metafunc.parametrize(name, found, ids=[item.name for item in found])
         else:

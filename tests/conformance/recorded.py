@@ -35,6 +35,7 @@ from tests.conformance.families import PROJECTIONS, Family, family_of
 
 Row = dict[str, str]
 POINTS = 100.0  # the records count in points
+CORRECTION = 16  # bytes a row of a scaled slot: fp32 mean and deviation, as aimed at and as achieved
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -189,7 +190,7 @@ class RecordedModel:
                 Contributor(model=slug(label), layer=at, tensor=_name(at, projection), digest="") for label, at in parts
             ),
         )
-        adjustment = Adjustment(kind="row_moments", nbytes=8 * shape[0]) if scaled else Adjustment()
+        adjustment = Adjustment(kind="row_moments", nbytes=CORRECTION * shape[0]) if scaled else Adjustment()
         return PlannedMerge(
             tensor=slot.tensor, projection=projection, nbytes=slot.nbytes, recipe=recipe, adjustment=adjustment
         )
@@ -214,12 +215,14 @@ def scaled(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A pool that the reference walked. `results`: the folder with its sweep and operating points, if there."""
+    """A pool that the reference walked. `results`: the folder with its sweep and operating points, `analysis`: with
+    the merge groups of these; either may not be there."""
 
     name: str
     gate: float  # as a fraction
     models: tuple[RecordedModel, ...]  # by name
     results: Path
+    analysis: Path
 
     def of(self, what: str) -> dict[str, Any]:
         """One kind of record by model name, e.g. `trajectory`."""
@@ -241,6 +244,7 @@ def recorded_runs(artifact: Path) -> Iterator[RecordedRun]:
                 gate=_gate(folder),
                 models=tuple(sorted(models, key=lambda m: m.name)),
                 results=artifact / "results" / folder.name,
+                analysis=folder / "analysis" / folder.name,
             )
 
 

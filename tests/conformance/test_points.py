@@ -1,5 +1,8 @@
 """Cutoffs, scores and savings of every recorded sweep and operating point, by Sandhi's own rules."""
 
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from statistics import fmean
 
 import pytest
@@ -60,11 +63,35 @@ def test_sweep(run: RecordedRun) -> None:
 
 
 def test_frontier_of_the_sweep(run: RecordedRun) -> None:
-    """The reference's frontier goes by the mean drop; ours by the worst one."""
+    """The recorded frontiers go by the mean drop, ours by the worst one. Equal means may differ in their last bit, so
+    rows that tie with another one may be on it or not."""
     rows, ours = run.rows("sweep.csv"), sweep_of(run)
-    on_it = {str(int(row["cutoff"]) + 1) for row in rows if row["frontier"] == "1"}
-    if rows:
-        assert on_it == set(frontier(ours, fmean))
+    recorded = {str(int(row["cutoff"]) + 1) for row in rows if row["frontier"] == "1"}
+    loss: Callable[[Iterable[float]], float] = max if any(r["accuracy_metric"] == "worst" for r in rows) else fmean
+    losses = {p.name: loss(p.drops.values()) for p in ours}
+    for name in recorded ^ set(frontier(ours, loss) if rows else ()):
+        assert sum(abs(losses[name] - other) < 1e-9 for other in losses.values()) > 1, name
+
+
+def test_merge_groups(run: RecordedRun) -> None:
+    """The slots that hold one tensor at every recorded point. Of runs with merges across layers the reference leaves
+    out groups that lie within others, so those are not compared."""
+    points = {c.row["point"]: c.ours for c in compared(run)}
+    files = {path.stem: path for path in run.analysis.glob("*.json")}
+    if any(stage == 2 for m in run.models for stage, _ in m.proposals):
+        pytest.skip("merges across layers")
+    for name in files.keys() & points.keys():
+        recorded = {
+            frozenset((slug(e["model"]), e["layer"], e["component"].split(".")[1].removesuffix("_proj")) for e in group)
+            for group in json.loads(files[name].read_text())
+        }
+        holders: dict[str, set[tuple[str, int, str]]] = defaultdict(set)
+        for m in run.models:
+            held = tensors_at(m.trajectory, points[name].cutoffs[m.name])
+            for slot in m.fingerprint.slots:
+                if slot.tensor in held:
+                    holders[held[slot.tensor]].add((m.name, slot.layer, slot.projection))
+        assert {frozenset(group) for group in holders.values() if len(group) > 1} == recorded, name
 
 
 def test_labels_stay_apart(run: RecordedRun) -> None:
