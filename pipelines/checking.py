@@ -1,8 +1,11 @@
 """`sandhi check`: everything that must hold before the first evaluation, and what a build would cost."""
 
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from pipelines.progress import REPEAT_SECONDS
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import Problem, SandhiError
@@ -10,23 +13,40 @@ from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import forecast
 from sandhi_core.graph import Catalogue
 from sandhi_core.pool import Pool
+from sandhi_core.pool_file import Document, read_document
+from sandhi_core.pool_problems import shown_path
 from sandhi_core.preflight import check_model, check_pool
+from sandhi_core.preflight_pool import task_folder_is_missing
 from sandhi_core.records import Fingerprint, Split
+
+# What a problem is about in the pool file, below its model's entry or at the top; others are about the whole.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "directory-missing": ("path",),
+    "hub-not-cached": ("path",),
+    "same-checkpoint": ("path",),
+    "task": ("tasks",),
+    "no-questions": ("tasks",),
+    "budget-coarse": ("tasks",),
+    "budget-too-fine": ("tasks",),
+    "device-missing": ("evaluation", "device"),
+}
 
 
 def check(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     """All problems of all models of a pool at once, worst first, and the cost of building it.
 
     Every weight is read once; digests and statistics are kept, so that a build does not read them again. `regroup`:
-    the cost of a build that forms the groups anew.
+    the cost of a build that forms the groups anew. Says on standard error what takes long.
     """
     catalogue = load_catalogue([file])
+    document = read_document(file)
     (pool,) = catalogue.pools.values()
     settings = Settings(file, root)
     problems, fingerprints = _models(pool, settings.artifacts().directory("scans"))
     task_problems, questions = _questions(pool, settings.artifacts().directory("datasets"))
     problems += task_problems
     problems += check_pool(pool, fingerprints, questions, root)
+    problems = [_placed(problem, file, document, pool) for problem in problems]
     problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
     return {
         "ok": all(p.severity != "error" for p in problems),
@@ -35,20 +55,38 @@ def check(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     }
 
 
+def _placed(problem: Problem, file: Path, document: Document, pool: Pool) -> Problem:
+    """The problem, with the pool file and line as its file where no other file is to blame."""
+    if problem.file is not None:
+        return problem
+    names = [entry.name for entry in pool.models]
+    above = () if problem.model is None else ("models", names.index(problem.model))
+    line = document.line((*above, *_FIELDS.get(problem.code, ())))
+    return problem.model_copy(update={"file": f"{shown_path(file)}:{line}"})
+
+
 def _cost(
     catalogue: Catalogue, settings: Settings, fingerprints: dict[str, Fingerprint], regroup: bool
 ) -> dict[str, Any]:
-    """What the stale nodes would cost at most (those that wait for stale ones counted as stale)."""
+    """What the stale nodes would cost at most (those that wait for stale ones counted as stale); models that cannot
+    be read are in no group."""
     (pool,) = catalogue.pools.values()
     schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
     plan = forecast(catalogue, pool, fingerprints, [*schedule.frontier, *schedule.waiting])
-    return plan.model_dump(mode="json")
+    groups = (g.model_copy(update={"models": tuple(m for m in g.models if m in fingerprints)}) for g in plan.groups)
+    return plan.model_copy(update={"groups": tuple(g for g in groups if g.models)}).model_dump(mode="json")
 
 
 def _models(pool: Pool, scans: Path) -> tuple[list[Problem], dict[str, Fingerprint]]:
     problems: list[Problem] = []
     fingerprints: dict[str, Fingerprint] = {}
-    for entry in pool.models:
+    many = len(pool.models)
+    _say(f"reading the checkpoints of {many} models" if many > 1 else "reading the checkpoint")
+    said = time.monotonic()
+    for number, entry in enumerate(pool.models, 1):
+        if time.monotonic() - said >= REPEAT_SECONDS:
+            said = time.monotonic()
+            _say(f"  {entry.name}, {number} of {many}")
         found, fingerprint = check_model(entry, scans)
         problems += found
         if fingerprint is not None:
@@ -57,9 +95,13 @@ def _models(pool: Pool, scans: Path) -> tuple[list[Problem], dict[str, Fingerpri
 
 
 def _questions(pool: Pool, cache: Path) -> tuple[list[Problem], dict[str, dict[str, dict[Split, int]]]]:
-    """Per model and task the number of questions of each split."""
+    """Per model and task the number of questions of each split. None where the folder of the tasks is missing,
+    which is told of the pool."""
     problems: list[Problem] = []
     questions: dict[str, dict[str, dict[Split, int]]] = {}
+    if task_folder_is_missing(pool):
+        return problems, questions
+    _say("building the tasks")
     for entry in pool.models:
         try:
             suite = load_tasks(entry, pool.evaluation, cache)
@@ -69,3 +111,7 @@ def _questions(pool: Pool, cache: Path) -> tuple[list[Problem], dict[str, dict[s
         counts = {split: suite.questions(split) for split in SPLITS}
         questions[entry.name] = {t.task: {s: counts[s][t.task] for s in SPLITS} for t in entry.tasks}
     return problems, questions
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

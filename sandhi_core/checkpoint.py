@@ -47,9 +47,9 @@ def resolve(entry: ModelEntry) -> Path:
         at = f" at revision {entry.revision}" if entry.revision else ""
         download = f"hf download {entry.path}" + (f" --revision {entry.revision}" if entry.revision else "")
         raise CheckpointError(
-            f"{entry.path}{at} is not in the local hub cache, and models are never fetched while building",
+            f"{entry.path}{at} is neither a directory nor in the local hub cache, and models are never fetched here",
             model=entry.name,
-            remedy=f"run `{download}` first, or give a directory as path",
+            remedy=f"run `{download}` first, or correct the path of the directory",
             code="hub-not-cached",
         ) from None
 
@@ -88,7 +88,7 @@ class Checkpoint:
         """
         found = survey(directory, model)
         if found.problems:
-            raise refuse(found.problems[0])
+            raise refuse(found.located(found.problems[0]))
         return cls(found)
 
     @property
@@ -134,7 +134,7 @@ class Checkpoint:
             raise CheckpointError(
                 "changed while it was in use",
                 model=self.model,
-                file=file,
+                file=str(self.directory / file),
                 remedy="let whatever writes it finish, then run again",
                 code="file-changed",
             )
@@ -148,7 +148,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"cannot be read any more: {error.strerror or error}",
                 model=self.model,
-                file=file,
+                file=str(self.directory / file),
                 remedy="put the file back, then run again",
                 code="file-changed",
             ) from error

@@ -28,7 +28,8 @@ class Problem(BaseModel):
 
 
 class SandhiError(Exception):
-    """Base of all expected failures; prints as one line: where, what, remedy."""
+    """Base of all expected failures; prints as one line: where, what, remedy. `problems` holds all findings, of which
+    `problem` is the first."""
 
     code = "error"
 
@@ -51,6 +52,7 @@ class SandhiError(Exception):
             message=message,
             remedy=remedy,
         )
+        self.problems = [self.problem]
         super().__init__(self.problem.line())
 
 
@@ -61,7 +63,7 @@ class UsageError(SandhiError):
 
 
 class PoolError(UsageError):
-    """The pool file is not a valid pool definition; `file` carries `path:line`."""
+    """The pool file is not a valid pool definition; `file` carries `path:line` where there is a line."""
 
     code = "pool"
 
@@ -108,7 +110,6 @@ class PreflightError(SandhiError):
     code = "preflight"
 
     def __init__(self, problems: list[Problem]) -> None:
-        self.problems = problems
         errors = [p for p in problems if p.severity == "error"]
         first = errors[0]
         super().__init__(
@@ -119,3 +120,13 @@ class PreflightError(SandhiError):
             tensor=first.tensor,
             code=first.code,
         )
+        self.problems = problems
+
+
+class PoolMistakesError(PreflightError, PoolError):
+    """Everything wrong in the text of one pool file: a problem for each mistake, in the order of the file."""
+
+    code = "pool"
+
+    def __str__(self) -> str:
+        return "\n".join(problem.line() for problem in self.problems)

@@ -16,8 +16,10 @@ from pydantic import (
     model_validator,
 )
 
-from sandhi_core.pool_file import Loc, Mistake, pool_error, read_document, shown
-from sandhi_core.pool_mistakes import between_fields, sentences
+from sandhi_core.pool_file import read_document
+from sandhi_core.pool_mistakes import faults
+from sandhi_core.pool_problems import FieldError, Mistake, pool_error, shown
+from sandhi_core.pool_rules import broken_rules
 
 SPLITS_TOLERANCE = 1e-9
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
@@ -26,7 +28,7 @@ UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 def _positive_size(text: str) -> str:
     if size_in_bytes(text) < 1:
-        raise ValueError("must be more than nothing")
+        raise FieldError("must be more than nothing", "write a size such as 80GiB")
     return text
 
 
@@ -43,7 +45,7 @@ def _local_path(text: str, info: ValidationInfo) -> str:
     try:
         return str((info.context["folder"] / Path(text).expanduser()).resolve())
     except (OSError, RuntimeError) as error:  # no such user, a loop of links
-        raise ValueError(f"is no usable path: {error}") from None
+        raise FieldError(f"is no usable path: {error}", "correct the path") from None
 
 
 def _model_path(text: str, info: ValidationInfo) -> str:
@@ -98,13 +100,13 @@ class ModelEntry(Section):
     def _each_task_once(cls, tasks: tuple[TaskBudget, ...]) -> tuple[TaskBudget, ...]:
         names = [entry.task for entry in tasks]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"task {shown(repeated[0])} is listed twice")
+            raise FieldError(f"task {shown(repeated[0])} is listed twice", "remove one of the two")
         return tasks
 
     @model_validator(mode="after")
     def _revision_of_hub_id(self) -> Self:
         if self.revision is not None and self.path.startswith("/"):
-            raise ValueError("revision belongs to a hub id; this path is a directory")
+            raise FieldError("revision belongs to a hub id; this path is a directory", "remove the revision")
         return self
 
 
@@ -119,7 +121,8 @@ class Splits(Section):
     def _sum_to_one(self) -> Self:
         total = self.profile + self.search + self.holdout
         if abs(total - 1.0) > SPLITS_TOLERANCE:
-            raise ValueError(f"profile, search and holdout must add up to 1, not {total:g}")
+            remedy = "choose three that do, such as 0.3, 0.3 and 0.4; one that is left out has its default"
+            raise FieldError(f"profile, search and holdout must add up to 1, not {total:g}", remedy)
         return self
 
 
@@ -146,7 +149,7 @@ class ProfileSettings(Section):
     @classmethod
     def _each_seed_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(seeds)) < len(seeds):
-            raise ValueError("a seed is listed twice")
+            raise FieldError("a seed is listed twice", "remove one of the two")
         return seeds
 
 
@@ -166,7 +169,7 @@ class SearchSettings(Section):
     @classmethod
     def _true_is_no_number(cls, stride: object) -> object:
         if isinstance(stride, bool):
-            raise ValueError("must be gallop or 1")
+            raise FieldError("must be gallop or 1", "choose one of these")
         return stride
 
 
@@ -213,16 +216,17 @@ def json_schema() -> dict[str, Any]:
 def load_pool(path: Path) -> Pool:
     """Read a pool file. Paths in it come back absolute (relative ones are relative to the file).
 
-    Raises PoolError, whose `file` is `path:line`, listing every mistake found.
+    Raises PoolMistakesError with every mistake found, each with `path:line` as its file; PoolError where there is no
+    such file.
     """
     document = read_document(path)
-    found: list[tuple[Loc, str]] = list(between_fields(document.data))
+    found = list(broken_rules(document.data, document.line))
     pool = None
     try:
         pool = Pool.model_validate(document.data, context={"folder": path.absolute().parent})
     except ValidationError as error:
-        found += sentences(error)
-    mistakes = [*document.repeated, *(Mistake(document.line(loc), text) for loc, text in found)]
+        found += faults(error, Pool)
+    mistakes = [*document.repeated, *(Mistake(document.line(f.loc), f.message, f.remedy) for f in found)]
     if pool is None or mistakes:
         raise pool_error(path, mistakes)
     return pool

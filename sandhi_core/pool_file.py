@@ -5,23 +5,16 @@ a number, `010` is text, and neither dates nor merge keys exist. PyYAML alone ta
 in silence; here that is a mistake.
 """
 
-import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from sandhi_core.errors import PoolError
-
-Loc = tuple[int | str, ...]
-"""Where a value stands: keys and list indices from the top of the document."""
-
-
-class Mistake(NamedTuple):
-    line: int  # counted from 1
-    message: str
+from sandhi_core.pool_problems import LOOK_UP, Loc, Mistake, pool_error, shown, shown_path, shown_text
+from sandhi_core.pool_syntax import syntax_mistake
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,14 +33,18 @@ class _Loader(yaml.SafeLoader):
     def mapping(self, node: yaml.Node) -> dict[str, Any]:
         """Keys must be text, each once; further ones are noted and the first is kept."""
         result: dict[str, Any] = {}
+        lines: dict[str, int] = {}
         for key_node, value_node in self._of_kind(node, yaml.MappingNode):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                self.repeated.append(Mistake(line, "a key must be text; quote it"))
+                self.repeated.append(Mistake(line, "a key must be text", "put quotes around it"))
             elif key in result:
-                self.repeated.append(Mistake(line, f"{shown(key)} is given twice"))
+                first = lines[key]
+                where = "in this line" if first == line else f"the first is on line {first}"
+                self.repeated.append(Mistake(line, f"{shown(key)} is given twice; {where}", "remove one of them"))
             else:
+                lines[key] = line
                 result[key] = self.construct_object(value_node, deep=True)
         return result
 
@@ -129,24 +126,22 @@ def read_document(path: Path) -> Document:
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        if not isinstance(root, yaml.MappingNode):
-            line = 1 if root is None else root.start_mark.line + 1
-            found = "is empty" if root is None else "holds no mapping of fields to values"
-            raise pool_error(path, [Mistake(line, found)])
-        data = loader.construct_document(root)
+        if isinstance(root, yaml.MappingNode):
+            return Document(loader.construct_document(root), root, loader.repeated)
+        line = 1 if root is None else root.start_mark.line + 1
+        found = "is empty" if root is None else "holds no mapping of fields to values"
+        mistake = Mistake(line, found, "write a field a line, such as `name: mine`; README.md shows a whole pool")
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise pool_error(path, [Mistake(line, f"character U+{error.character:04X} is not allowed")]) from None
+        mistake = Mistake(line, f"character U+{error.character:04X} is not allowed", "remove it")
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        message = " ".join(str(part) for part in (error.context, error.problem) if part)
-        raise pool_error(path, [Mistake(mark.line + 1 if mark else 1, shown_text(message))]) from None
+        mistake = syntax_mistake(error, text)
     except RecursionError:
-        raise pool_error(path, [Mistake(1, "lists and mappings are nested too deeply")]) from None
+        mistake = Mistake(1, "lists and mappings are nested too deeply", LOOK_UP)
     except (ValueError, OverflowError) as error:  # PyYAML's own, from escapes and overlong numbers
         line = loader.line + 1 if loader else 1
-        raise pool_error(path, [Mistake(line, f"cannot be read: {shown_text(str(error))}")]) from None
-    return Document(data, root, loader.repeated)
+        mistake = Mistake(line, f"cannot be read: {shown_text(str(error))}", "correct the value")
+    raise pool_error(path, [mistake])
 
 
 def _text(path: Path) -> str:
@@ -161,33 +156,4 @@ def _text(path: Path) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise pool_error(path, [Mistake(line, "is not UTF-8 text")]) from None
-
-
-def pool_error(path: Path, mistakes: Iterable[Mistake]) -> PoolError:
-    """One error for all mistakes, in the order of the file."""
-    ordered = sorted(set(mistakes))
-    file = shown_path(path)
-    message = ordered[0].message
-    if len(ordered) > 1:
-        listed = "".join(f"\n  {file}:{line}: {text}" for line, text in ordered)
-        message = f"{len(ordered)} mistakes:{listed}\n"
-    return PoolError(
-        message,
-        remedy="correct the pool file; `sandhi schema` prints what may stand in it",
-        file=f"{file}:{ordered[0].line}",
-    )
-
-
-def shown(text: str) -> str:
-    """`text` quoted, with everything unprintable escaped, at most some eighty characters."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
-
-
-def shown_text(text: str) -> str:
-    """A message of a library, safe to print whatever part of the file it quotes."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def shown_path(path: Path) -> str:
-    return os.fsencode(path).decode("utf-8", "replace")
+        raise pool_error(path, [Mistake(line, "is not UTF-8 text", "save the file as UTF-8")]) from None

@@ -2,72 +2,125 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from sandhi_core.pool_file import Loc, shown
+from sandhi_core.pool_problems import LOOK_UP, Fault, FieldError, Loc, shown
+
+FORMATS = {
+    "name": ("must be letters, digits, - and _, beginning with a letter or digit", "choose such a name"),
+    "device": ("must be auto, cpu, mps, cuda, or cuda: and a number", "write a device such as cuda:0"),
+    "device_memory": ("must be a size in MiB, GiB, MB or GB", "write a size such as 80GiB"),
+}
+_NO_LINE = ("must be text of at least one character, without line breaks or control characters", "correct it")
+_NUMBER = re.compile(r"\s*([-+]?[0-9]*[.,]?[0-9]+([eE][-+]?[0-9]+)?)\s*(%?)\s*")
+_SHAPES = {
+    "model_type": "a mapping of fields to values",
+    "tuple_type": "a list",
+    "float_type": "a number",
+    "int_type": "a whole number",
+}
+_WRITE = {
+    "model_type": "write `field: value` a line, indented below it, or remove it",
+    "tuple_type": "write its items as `- item`, one a line, or between [ and ]",
+    "float_type": "write a number such as 0.02",
+    "int_type": "write a whole number such as 1",
+}
 
 
-def sentences(error: ValidationError) -> Iterator[tuple[Loc, str]]:
-    """Where each of pydantic's errors is, and what it says."""
-    details = error.errors(include_url=False, include_input=False)
+def faults(error: ValidationError, pool: type[BaseModel]) -> Iterator[Fault]:
+    """Pydantic's errors in our words. `pool` is the model that was validated: it knows which fields there are."""
+    details = error.errors(include_url=False)
+    meant: set[Loc] = set()  # fields that are there under a mistaken name
+    for detail in details:
+        if detail["type"] == "extra_forbidden" and (field := _meant(detail, pool)):
+            meant.add((*detail["loc"][:-1], field))
     for detail in details:
         loc = detail["loc"]
         if detail["type"] == "too_short" and any(d["loc"][:-1][: len(loc)] == loc for d in details):
             continue  # pydantic counts only entries without mistakes
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-        yield loc, f"{place if place.isprintable() and len(place) <= 80 else shown(place)} {_fault(detail)}"
+        if detail["type"] == "missing" and loc in meant:
+            continue
+        message, remedy = _words(detail, pool)
+        yield Fault(loc, f"{place(loc)} {message}", remedy)
 
 
-def _fault(detail: ErrorDetails) -> str:
-    match detail["type"]:
+def place(loc: Loc) -> str:
+    """A value's place, such as `models[0].tasks`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    return text if text.isprintable() and len(text) <= 80 else shown(text)
+
+
+def _words(detail: ErrorDetails, pool: type[BaseModel]) -> tuple[str, str]:
+    """Message and remedy of one of pydantic's errors."""
+    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
+    field = str(detail["loc"][-1]) if detail["loc"] else ""
+    match kind:
         case "missing":
-            return "is required"
+            return "is required", "add it"
         case "extra_forbidden":
-            return "is no field of a pool file"
+            return "is no field of a pool file", _instead(field, _meant(detail, pool))
+        case "literal_error":
+            choices = str(context["expected"])
+            return f"must be {choices}", _choice(given, re.findall(r"'([^']*)'", choices))
         case "too_short":
-            return "must list at least one"
-        case "string_type":
-            return "must be text; quote it"
-        case "string_pattern_mismatch" if detail["loc"][-1] == "name":
-            return "must be letters, digits, - and _, beginning with a letter or digit"
-        case "value_error":
-            return str(detail["ctx"]["error"])
-        case _:
-            return detail["msg"].removeprefix("Input ").removeprefix("String ").replace("should", "must")
+            return "must list at least one", "add one"
+        case "too_long":
+            return "lists too many", f"leave at most {context['max_length']}"
+        case "model_type" | "tuple_type" | "float_type" | "int_type":
+            if given is None:
+                return "is empty", _WRITE[kind]
+            return f"must be {_SHAPES[kind]}", _as_number(given) or _WRITE[kind]
+        case "string_type" if given is None or field not in ("device", "device_memory"):
+            return ("is empty", "give it a value") if given is None else ("must be text", "put quotes around it")
+        case "string_type" | "string_pattern_mismatch":
+            return FORMATS.get(field, _NO_LINE)
+        case "value_error" if isinstance(refused := context["error"], FieldError):
+            return str(refused), refused.remedy
+    message = detail["msg"].removeprefix("Input ").removeprefix("String ").replace("should", "must")
+    return message, f"choose another value; {LOOK_UP}"
 
 
-def between_fields(data: dict[str, Any]) -> Iterator[tuple[Loc, str]]:
-    """Mistakes that no single field shows, found in what was written: a mistake elsewhere hides none."""
-    models = [entry if isinstance(entry, dict) else {} for entry in _list(data.get("models"))]
-    yield from _alike(models)
-    search = data.get("search")
-    # Under SANDHI's own rule drift may add up past the tolerance; under the other nothing goes beyond it.
-    if not isinstance(search, dict) or search.get("accept") == "reference":
-        return
-    tolerance = search.get("tolerance")
-    if not isinstance(tolerance, int | float):
-        return
-    for model in models:
-        entries = [entry for entry in _list(model.get("tasks")) if isinstance(entry, dict)]
-        budgets = [budget for e in entries if isinstance(budget := e.get("budget"), int | float)]
-        if budgets and tolerance < max(budgets):
-            unused = f"is below a budget of {max(budgets)}, which could never be used"
-            yield ("search", "tolerance"), f"search.tolerance {unused}"
+def _meant(detail: ErrorDetails, pool: type[BaseModel]) -> str | None:
+    """The field that an unknown one is most like, among those of its section."""
+    *above, unknown = detail["loc"]
+    section: type[BaseModel] | None = pool
+    for part in above:
+        if isinstance(part, str) and section is not None:
+            section = _section(section.model_fields[part].annotation)
+    return _closest(str(unknown), list(section.model_fields)) if section else None
 
 
-def _alike(models: list[dict[str, Any]]) -> Iterator[tuple[Loc, str]]:
-    seen: dict[str, str] = {}
-    for index, name in enumerate(model.get("name") for model in models):
-        if isinstance(name, str):
-            slug = re.sub(r"[^a-z0-9]", "_", name.casefold())
-            if slug in seen:
-                told = f"name {shown(name)} cannot be told from {shown(seen[slug])} in file and asset names"
-                yield ("models", index, "name"), told
-            seen.setdefault(slug, name)
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section in an annotation such as `tuple[ModelEntry, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section(inner))), None)
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _closest(written: str, known: list[str]) -> str | None:
+    return next(iter(get_close_matches(written.lower()[:80], known, n=1)), None)
+
+
+def _instead(written: str, meant: str | None) -> str:
+    if re.match(r"\w+:", written):
+        return "put a space after the colon"
+    return f"did you mean {meant}?" if meant else f"remove it; {LOOK_UP}"
+
+
+def _choice(given: Any, choices: list[str]) -> str:
+    meant = _closest(given, choices) if isinstance(given, str) else None
+    return f"did you mean {meant}?" if meant else "choose one of these"
+
+
+def _as_number(given: Any) -> str | None:
+    """How to write what stands in quotes, or with a per cent sign or a comma."""
+    if not isinstance(given, str) or len(given) > 80 or not (found := _NUMBER.fullmatch(given)):
+        return None
+    number, _, per_cent = found.groups()
+    if per_cent:
+        return f"write {float(number.replace(',', '.')) / 100:g}"
+    return "write a decimal point" if "," in number else "remove the quotes"

@@ -53,7 +53,7 @@ def check_model(entry: ModelEntry, scans: Path | None, deep: bool = True) -> tup
     _check_tokenizer(found)
     _check_loading(found)
     _mention_ignored(found)
-    problems = list(dict.fromkeys(found.problems))
+    problems = list(dict.fromkeys(map(found.located, found.problems)))
     sound = all(p.severity != "error" for p in problems)
     return problems, fingerprint if sound else None
 

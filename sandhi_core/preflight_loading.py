@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sandhi_core.architectures import ARCHITECTURES
 from sandhi_core.survey import CONFIG
 from sandhi_core.survey_files import Survey, read_json
+from sandhi_core.vocabulary import TOKENIZERS
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _SOURCE = "take the file from the model's source again, or correct it"
@@ -38,7 +39,7 @@ def check_model_class(found: Survey) -> None:
 
 
 def check_tokenizer_class(found: Survey) -> None:
-    """Report what keeps transformers from loading the tokenizer that lies beside the weights."""
+    """Report what keeps transformers from loading the tokenizer; one of its files must lie beside the weights."""
     if TOKENIZER_CONFIG in found.beside:
         try:
             _mention_remote_code(found, TOKENIZER_CONFIG, read_json(found.directory / TOKENIZER_CONFIG))
@@ -51,7 +52,8 @@ def check_tokenizer_class(found: Survey) -> None:
         AutoTokenizer.from_pretrained(found.directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # tokenizers in Rust and Python raise whatever comes up
         message = f"transformers cannot load the tokenizer: {_reason(error)}"
-        found.report("tokenizer-unusable", message, _TOKENIZER_SOURCE)
+        file = next(name for name in TOKENIZERS if name in found.beside)
+        found.report("tokenizer-unusable", message, _TOKENIZER_SOURCE, file)
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
 

@@ -13,6 +13,7 @@ import torch
 from sandhi_core.checkpoint import resolve
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pool_rules import is_fraction
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.vocabulary import TOKENIZER, token_ids
 
@@ -20,6 +21,8 @@ Questions = Mapping[str, Mapping[str, Mapping[Split, int]]]
 """By model, task and split."""
 
 _DECIDING: tuple[Split, ...] = ("search", "holdout")  # a budget is held against these
+COARSE = 0.2
+"""Smallest budget of a metric between 0 and 1 that is more likely a slip than an intention."""
 _TOLERANCE = 1e-12  # of a budget that is exactly one question
 
 
@@ -28,11 +31,12 @@ def check_pool(
 ) -> list[Problem]:
     """Problems between the models of a pool, and between it and the artifact root. `fingerprints` may lack
     models that have problems of their own; `questions` may lack tasks that cannot be built."""
-    problems = [*_device(pool), *_partners(pool, fingerprints)]
-    problems += _tokenizers(pool, fingerprints)
+    problems = [*_device(pool), *_task_folder(pool), *_device_memory(pool, fingerprints)]
+    problems += [*_same_checkpoint(pool), *_partners(pool, fingerprints), *_tokenizers(pool, fingerprints)]
     for entry in pool.models:
         counted = (questions or {}).get(entry.name, {})
         for task in entry.tasks:
+            problems += _coarse_budget(entry, task)
             if task.task in counted:
                 problems += _budget(pool, entry, task, counted[task.task])
     problems += _room(fingerprints, root)
@@ -60,6 +64,53 @@ def _device(pool: Pool) -> Iterator[Problem]:
             f"evaluation.device is {device}, which this machine lacks",
             "set evaluation.device to cpu or auto",
         )
+
+
+def task_folder_is_missing(pool: Pool) -> bool:
+    """Whether `evaluation.include_path` names what is no folder: then none of its tasks can be built."""
+    include = pool.evaluation.include_path
+    return include is not None and not Path(include).is_dir()
+
+
+def _task_folder(pool: Pool) -> Iterator[Problem]:
+    if task_folder_is_missing(pool):
+        yield _problem(
+            "include-path",
+            "evaluation.include_path is no folder",
+            "name the folder of the task files",
+            file=pool.evaluation.include_path,
+        )
+
+
+def _device_memory(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:
+    device = pool.deploy.device_bytes
+    for model, fingerprint in fingerprints.items():
+        if device < fingerprint.nbytes:
+            yield _problem(
+                "device-memory",
+                f"its weights take {fingerprint.nbytes / 2**30:.3g} GiB, which is more than deploy.device_memory "
+                f"({pool.deploy.device_memory}): it fits no such device, with or without the others",
+                "set deploy.device_memory to that of the devices that will serve the pool",
+                "warning",
+                model,
+            )
+
+
+def _same_checkpoint(pool: Pool) -> Iterator[Problem]:
+    first: dict[Path | tuple[str, str | None], str] = {}
+    for entry in pool.models:
+        try:
+            where: Path | tuple[str, str | None] = resolve(entry).resolve()
+        except (SandhiError, OSError, RuntimeError):  # not in the cache, a loop of links: reported with the model
+            where = (entry.path, entry.revision)
+        if (other := first.setdefault(where, entry.name)) != entry.name:
+            yield _problem(
+                "same-checkpoint",
+                f"is the checkpoint of {other} under another name: of the same bytes twice nothing is to be learnt",
+                f"remove it, and give {other} the tasks of both; or correct the path",
+                "warning",
+                entry.name,
+            )
 
 
 def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:
@@ -100,7 +151,7 @@ def _tokenizers(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator
                 "nothing; expect them to share less, as the search will tell",
                 "warning",
                 other.name,
-                TOKENIZER,
+                str(resolve(other) / TOKENIZER),
             )
 
 
@@ -140,6 +191,18 @@ def _budget(pool: Pool, entry: ModelEntry, task: TaskBudget, counted: Mapping[Sp
                 f"give the task that many questions, or a budget of at least {1 / count:.4g}",
                 model=entry.name,
             )
+
+
+def _coarse_budget(entry: ModelEntry, task: TaskBudget) -> Iterator[Problem]:
+    """(A budget of 1 or more of such a metric is refused with the pool file.)"""
+    if is_fraction(task.metric) and task.budget >= COARSE:
+        yield _problem(
+            "budget-coarse",
+            f"budget {task.budget:g} lets {task.metric} of task {task.task} fall by {100 * task.budget:g} points",
+            "nothing, if that is meant; 0.05 is five points",
+            "warning",
+            entry.name,
+        )
 
 
 # --- room ---------------------------------------------------------------------------------------------------

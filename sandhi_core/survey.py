@@ -34,8 +34,8 @@ def survey(directory: Path, model: str) -> Survey:
     """Look through a checkpoint directory without reading weights. Finds all problems, raises none."""
     found = Survey(directory, model)
     if not directory.is_dir():
-        remedy = "correct the model's path in the pool file"
-        found.report("directory-missing", "is no directory", remedy, str(directory))
+        message = f"{directory} is no directory" if directory.exists() else f"there is no directory {directory}"
+        found.report("directory-missing", message, "correct the model's path in the pool file")
         return found
     files = listing(found)
     found.ignored = tuple(f for f in files if matches(f, UNREAD))

@@ -80,6 +80,13 @@ class Survey:
             )
         )
 
+    def located(self, problem: Problem) -> Problem:
+        """The problem with the whole path of its file; of a tensor that is in none, of the file that lists all."""
+        file = problem.file
+        if file is None and problem.tensor is not None:
+            file = self.index or next(iter(self.weights), None)
+        return problem.model_copy(update={"file": file and str(self.directory / file)})
+
 
 def matches(file: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(Path(file).name.lower(), p) for p in patterns)

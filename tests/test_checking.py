@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lm_eval.tasks import TaskManager
 
+from pipelines import checking
 from pipelines.checking import check
 from sandhi_core.evaluation import requests
 from tests.evaluation.local_tasks import choice_task
@@ -29,15 +31,66 @@ def errors(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
-def test_an_include_path_that_is_no_folder_is_told_of_every_model(
+def test_an_include_path_that_is_no_folder_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(requests, "_own_tasks", lambda: pytest.fail("lm-eval's own index was searched"))
     if kind == "file":
         (tmp_path / "tasks").write_text("")
-    found = errors(check(pool_file(tmp_path), tmp_path / "root"))
-    assert [(p["code"], p["model"], p["file"]) for p in found] == [("task", m, str(tmp_path / "tasks")) for m in "ab"]
-    assert all(p["message"] == "evaluation.include_path is no folder" for p in found)
+    (problem,) = errors(check(pool_file(tmp_path), tmp_path / "root"))
+    assert (problem["code"], problem["model"], problem["file"]) == ("include-path", None, str(tmp_path / "tasks"))
+    assert problem["message"] == "evaluation.include_path is no folder"
+
+
+POOL = """\
+name: p
+models:
+  - name: a
+    path: a
+    tasks: [{task: letters, metric: acc, budget: 0.1}]
+  - name: b
+    path: ./gone
+    tasks:
+      - {task: letters, metric: nonesuch, budget: 0.1}
+  - name: c
+    path: no/such-model
+    tasks: [{task: nowhere, metric: acc, budget: 0.3}]
+evaluation:
+  include_path: tasks
+  device: cuda
+"""
+
+
+def test_what_no_other_file_is_to_blame_for_is_told_of_the_pool_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(requests, "_own_tasks", lambda: TaskManager(include_defaults=False))
+    choice_task(tmp_path / "tasks")
+    tiny_llama(tmp_path / "a")
+    file = tmp_path / "pool.yaml"
+    file.write_text(POOL)
+    document = check(file, tmp_path / "root")
+    lines = {(p["code"], p["model"]): p["file"] for p in document["problems"]}
+    assert lines == {
+        ("directory-missing", "b"): f"{file}:7",
+        ("task", "b"): f"{file}:8",
+        ("hub-not-cached", "c"): f"{file}:11",
+        ("task", "c"): f"{file}:12",
+        ("budget-coarse", "c"): f"{file}:12",
+        ("device-missing", None): f"{file}:15",
+    }
+    assert [g["models"] for g in document["plan"]["groups"]] == [["a"]]  # the others cannot be read
+    assert capsys.readouterr().err == "reading the checkpoints of 3 models\nbuilding the tasks\n"
+
+
+def test_checkpoints_that_take_long_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checking, "REPEAT_SECONDS", 0.0)
+    choice_task(tmp_path / "tasks")
+    check(pool_file(tmp_path), tmp_path / "root")
+    assert "  a, 1 of 2\n  b, 2 of 2\n" in capsys.readouterr().err
 
 
 def test_a_task_that_cannot_be_built_is_told_of_its_models(tmp_path: Path) -> None:

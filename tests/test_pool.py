@@ -35,12 +35,14 @@ def write(folder: Path, text: str) -> Path:
 
 
 def mistakes(folder: Path, text: str) -> str:
-    """The error that `text` gives, with the folder taken out of it."""
+    """The problems that `text` gives, a line each, with the folder taken out of them."""
     with pytest.raises(PoolError) as caught:
         load_pool(write(folder, text))
-    assert caught.value.problem.code == "pool"
-    assert caught.value.problem.remedy
-    return str(caught.value).replace(f"{folder}/", "")
+    problems = caught.value.problems
+    assert all((p.code, p.severity) == ("pool", "error") and p.remedy and "\n" not in p.line() for p in problems)
+    lines = [p.line() for p in problems]
+    assert str(caught.value).splitlines() == lines
+    return "\n".join(lines).replace(f"{folder}/", "")
 
 
 def test_everything_but_models_and_tasks_has_a_default(tmp_path: Path) -> None:
@@ -80,7 +82,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     paths = ["../models/a", "org/here", "org/hub", "bert", "a/b/c", "~/m", "/abs/m", "./org"]
     entries = "".join(
-        f"  - {{name: m{i}, path: '{p}', tasks: [{{task: t, metric: acc, budget: 1}}]}}\n" for i, p in enumerate(paths)
+        f"  - {{name: m{i}, path: '{p}', tasks: [{{task: t, metric: acc, budget: 0.1}}]}}\n"
+        for i, p in enumerate(paths)
     )
     write(tmp_path / "pools", f"name: p\nmodels:\n{entries}")
     pool = load_pool(Path("pools/pool.yaml"))
@@ -100,18 +103,27 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     ("edit", "line", "message"),
     [
         (("name: legal", "name: le gal"), 3, "models[0].name must be letters, digits"),
-        (("name: legal", "nme: legal"), 3, "models[0].nme is no field"),
-        (("name: legal", "nme: legal"), 3, "models[0].name is required"),
-        (("name: legal", "name: 7"), 3, "models[0].name must be text; quote it"),
+        (("name: legal", "nme: legal"), 3, "models[0].nme is no field of a pool file (did you mean name?)"),
+        (("name: legal", "nick: legal"), 3, "models[0].name is required"),
+        (("name: legal", "name: 7"), 3, "models[0].name must be text (put quotes around it)"),
+        (("name: legal", "name:"), 3, "models[0].name is empty"),
+        (("name: medical", "name: legal"), 7, "name 'legal' is used twice; the first is on line 3 (give each"),
         (("name: medical", "name: LEGAL"), 7, "name 'LEGAL' cannot be told from 'legal'"),
         (("budget: 0.02", "budget: 0"), 6, "models[0].tasks[0].budget must be greater than 0"),
         (("budget: 0.02", "budget: -1"), 6, "models[0].tasks[0].budget must be greater than 0"),
         (("budget: 0.02", "budget: .inf"), 6, "models[0].tasks[0].budget must be a finite number"),
         (("budget: 0.02", "budget: .nan"), 6, "models[0].tasks[0].budget must be"),
-        (("budget: 0.02", "budget: true"), 6, "models[0].tasks[0].budget must be a valid number"),
-        (("budget: 0.02", "budget: '0.02'"), 6, "models[0].tasks[0].budget must be a valid number"),
-        (("budget: 0.02", "budget: 0.02, budget: 0.5"), 6, "'budget' is given twice"),
-        (("path: checkpoints/legal", "path: ''"), 4, "models[0].path must match pattern"),
+        (("budget: 0.02", "budget: true"), 6, "models[0].tasks[0].budget must be a number"),
+        (("budget: 0.02", "budget: '0.02'"), 6, "models[0].tasks[0].budget must be a number (remove the quotes)"),
+        (("budget: 0.02", "budget: 3%"), 6, "models[0].tasks[0].budget must be a number (write 0.03)"),
+        (("budget: 0.02", "budget: '0,03'"), 6, "models[0].tasks[0].budget must be a number (write a decimal point)"),
+        (("budget: 0.02", "budget:"), 6, "models[0].tasks[0].budget is empty (write a number such as 0.02)"),
+        (("budget: 0.02", "budget: 0.02, budget: 0.5"), 6, "'budget' is given twice; in this line (remove one"),
+        (("path: checkpoints/legal", "path: x\n    path: y"), 5, "'path' is given twice; the first is on line 4"),
+        (("path: checkpoints/legal", "path: ''"), 4, "models[0].path must be text of at least one character"),
+        (("task: law", "task:law"), 6, "models[0].tasks[0].task:law is no field of a pool file (put a space after"),
+        (("{task: law", "{tusk: law"), 6, "models[0].tasks[0].tusk is no field of a pool file (did you mean task?)"),
+        (("      - {task: law, metric: acc, budget: 0.02}\n", ""), 5, "models[0].tasks is empty (write its items as"),
         (("path: checkpoints/legal", "path: ./legal\n    revision: v1"), 3, "revision belongs to a hub id"),
         (("task: anatomy", "task: medicine"), 10, "models[1].tasks task 'medicine' is listed twice"),
         (("name: specialists\n", ""), 1, "name is required"),
@@ -127,33 +139,45 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, edit: tuple[str, str],
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("serach: {}", "serach is no field"),
+        ("serach: {}", "serach is no field of a pool file (did you mean search?)"),
+        ("evalution: {}", "evalution is no field of a pool file (did you mean evaluation?)"),
+        ("colour: red", "colour is no field of a pool file (remove it; `sandhi schema`"),
+        (
+            "evaluation: {splits: {hold: 0.4}}",
+            "evaluation.splits.hold is no field of a pool file (did you mean holdout?)",
+        ),
+        ("search: {accept: orginal}", "search.accept must be 'original' or 'reference' (did you mean original?)"),
+        ("search: {accept: 7}", "search.accept must be 'original' or 'reference' (choose one of these)"),
+        ("search:", "search is empty (write `field: value`"),
+        ("profile: {seeds: 7}", "profile.seeds must be a list (write its items"),
+        ("evaluation: {seed: '7'}", "evaluation.seed must be a whole number (remove the quotes)"),
         ("search: {tolerance: 0.03}", "search.tolerance is below a budget of 0.04"),
         ("search: {stride: 2}", "search.stride must be 'gallop' or 1"),
         ("search: {stride: true}", "search.stride must be gallop or 1"),
-        ("search: []", "search must be"),
+        ("search: []", "search must be a mapping of fields to values"),
         (
             "evaluation: {splits: {profile: 0.5}}",
-            "evaluation.splits profile, search and holdout must add up to 1",
+            "evaluation.splits profile, search and holdout must add up to 1, not 1.2 (choose three that do",
         ),
         (
             "evaluation: {splits: {profile: 0.0, search: 0.6}}",
             "evaluation.splits.profile must be greater than 0",
         ),
         ("evaluation: {batch_tokens: 0}", "evaluation.batch_tokens must be greater than or equal to 1"),
-        ("evaluation: {batch_tokens: 1.5}", "evaluation.batch_tokens must be a valid integer"),
-        ("evaluation: {device: gpu}", "evaluation.device must match pattern"),
+        ("evaluation: {batch_tokens: 1.5}", "evaluation.batch_tokens must be a whole number"),
+        ("evaluation: {device: gpu}", "evaluation.device must be auto, cpu, mps, cuda, or cuda: and a number"),
+        ("evaluation: {device: 0}", "evaluation.device must be auto, cpu, mps, cuda, or cuda: and a number"),
         ("evaluation: {seed: -1}", "evaluation.seed must be greater than or equal to 0"),
         ("evaluation: {include_path: ~no-such-user/x}", "evaluation.include_path is no usable path"),
         ("profile: {seeds: []}", "profile.seeds must list at least one"),
         ("profile: {seeds: [1, 1]}", "profile.seeds a seed is listed twice"),
-        ("merging: {methods: [mean, mean]}", "merging.methods"),
+        ("merging: {methods: [mean, mean]}", "merging.methods lists too many (leave at most 1)"),
         ("merging: {methods: [regmean]}", "merging.methods[0] must be 'mean'"),
         ("deploy: {device_memory: 0GiB}", "deploy.device_memory must be more than nothing"),
-        ("deploy: {device_memory: 80}", "deploy.device_memory must be text"),
-        ("deploy: {device_memory: 80GiBs}", "deploy.device_memory must match pattern"),
-        ("7: x", "a key must be text"),
-        ("name: again", "'name' is given twice"),
+        ("deploy: {device_memory: 80}", "deploy.device_memory must be a size in MiB, GiB, MB or GB"),
+        ("deploy: {device_memory: 80GiBs}", "deploy.device_memory must be a size in MiB, GiB, MB or GB (write a size"),
+        ("7: x", "a key must be text (put quotes around it)"),
+        ("name: again", "'name' is given twice; the first is on line 1 (remove one of them)"),
     ],
 )
 def test_a_mistake_in_a_section_points_at_it(tmp_path: Path, section: str, message: str) -> None:
@@ -169,17 +193,52 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> N
         .replace("budget: 0.04", "budget: 0")
         + "deploy: {engine: triton}\nsearch: {tolerance: 0.001}\n"
     )
-    assert mistakes(tmp_path, text) == (
-        "error: pool: file pool.yaml:6: 7 mistakes:\n"
-        "  pool.yaml:6: models[0].tasks[0].metrc is no field of a pool file\n"
-        "  pool.yaml:6: models[0].tasks[0].metric is required\n"
-        "  pool.yaml:7: name 'legal' cannot be told from 'legal' in file and asset names\n"
-        "  pool.yaml:12: models[1].tasks[1].budget must be greater than 0\n"
-        "  pool.yaml:13: deploy.engine must be 'vllm'\n"
-        "  pool.yaml:14: search.tolerance is below a budget of 0.01, which could never be used\n"
-        "  pool.yaml:14: search.tolerance is below a budget of 0.02, which could never be used\n"
-        " (correct the pool file; `sandhi schema` prints what may stand in it)"
-    )
+    assert mistakes(tmp_path, text).splitlines() == [
+        "error: pool: file pool.yaml:6: models[0].tasks[0].metrc is no field of a pool file (did you mean metric?)",
+        "error: pool: file pool.yaml:7: name 'legal' is used twice; the first is on line 3 (give each model a name of "
+        "its own)",
+        "error: pool: file pool.yaml:12: models[1].tasks[1].budget must be greater than 0 (choose another value; "
+        "`sandhi schema` prints what may stand in a pool file)",
+        "error: pool: file pool.yaml:13: deploy.engine must be 'vllm' (choose one of these)",
+        "error: pool: file pool.yaml:14: search.tolerance is below a budget of 0.02, which could never be used (raise "
+        "it to the largest budget, or remove it)",
+    ]
+
+
+def test_one_mistake_is_told_as_itself(tmp_path: Path) -> None:
+    with pytest.raises(PoolError) as caught:
+        load_pool(write(tmp_path, MINIMAL + "serach: {}\n"))
+    assert caught.value.problems == [caught.value.problem]
+
+
+@pytest.mark.parametrize(
+    ("metric", "budget", "remedy"),
+    [
+        ("acc", "5", "0.05 is 5 points"),
+        ("acc", "1", "0.05 is five points"),
+        ("acc", "1000", "0.05 is five points"),
+        ("acc_norm", "2.5", "0.025 is 2.5 points"),
+        ("'exact_match,strict-match'", "3", "0.03 is 3 points"),
+        ("f1", "5", "0.05 is 5 points"),
+        ("mc2", "5", "0.05 is 5 points"),
+        ("prompt_level_strict_acc", "5", "0.05 is 5 points"),
+    ],
+)
+def test_a_budget_in_points_is_no_budget(tmp_path: Path, metric: str, budget: str, remedy: str) -> None:
+    text = MINIMAL.replace("metric: acc, budget: 0.02", f"metric: {metric}, budget: {budget}")
+    report = mistakes(tmp_path, text)
+    assert "pool.yaml:6: budget " in report and "allows any drop" in report and remedy in report
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "word_perplexity", "bits_per_byte", "bleu", "chrf", "ter", "score"])
+def test_other_metrics_may_have_larger_budgets(tmp_path: Path, metric: str) -> None:
+    text = MINIMAL.replace("metric: acc, budget: 0.02", f"metric: {metric}, budget: 5")
+    assert load_pool(write(tmp_path, text + "search: {tolerance: 6}\n")).models[0].tasks[0].budget == 5
+
+
+def test_a_tolerance_in_points_is_none(tmp_path: Path) -> None:
+    report = mistakes(tmp_path, MINIMAL + "search: {tolerance: 5}\n")
+    assert "pool.yaml:13: search.tolerance 5 allows any drop" in report and "0.05 is 5 points" in report
 
 
 def test_a_tolerance_below_a_budget_is_of_use_where_drift_adds_up(tmp_path: Path) -> None:

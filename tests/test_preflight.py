@@ -8,7 +8,7 @@ import torch
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import Problem
-from sandhi_core.pool import EvaluationSettings, ModelEntry, Pool, TaskBudget
+from sandhi_core.pool import DeploySettings, EvaluationSettings, ModelEntry, Pool, TaskBudget
 from sandhi_core.preflight import check_model, check_pool
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.scan import fingerprint
@@ -33,7 +33,9 @@ def entry(name: str, directory: Path, budget: float = 0.02) -> ModelEntry:
 
 
 def codes(problems: list[Problem]) -> list[tuple[str, str, str | None]]:
-    return [(p.severity, p.code, p.file) for p in problems]
+    """With the files' names; problems must give their whole paths."""
+    assert all(p.file is None or Path(p.file).is_absolute() for p in problems)
+    return [(p.severity, p.code, p.file and Path(p.file).name) for p in problems]
 
 
 # --- one model ----------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def test_a_tokenizer_must_be_there(tmp_path: Path) -> None:
     assert codes(problems) == [("error", "tokenizer-missing", "tokenizer.json")]
     (directory / "tokenizer.model").write_bytes(b"sentencepiece")
     problems, _ = check_model(entry("m", directory), tmp_path / "scans")
-    assert codes(problems) == [("error", "tokenizer-unusable", None)]
+    assert codes(problems) == [("error", "tokenizer-unusable", "tokenizer.model")]
 
 
 def test_scans_that_cannot_be_written_are_a_problem_not_an_exception(tmp_path: Path) -> None:
@@ -193,10 +195,61 @@ def test_a_budget_of_exactly_one_question_is_fine_and_less_is_not(tmp_path: Path
 @pytest.mark.parametrize("budget", [1 / 3, 1 / 7, 1 / 49, 0.1, 0.3])
 def test_the_number_asked_for_is_enough(tmp_path: Path, budget: float) -> None:
     pool, found = pool_of(tmp_path, twins(tmp_path), budget=budget)
-    (problem,) = check_pool(pool, found, counts(9, 1, 100, "a"), tmp_path)
+
+    def too_fine(search: int) -> list[Problem]:
+        problems = check_pool(pool, found, counts(9, search, 100, "a"), tmp_path)
+        return [p for p in problems if p.code == "budget-too-fine"]
+
+    (problem,) = too_fine(1)
     needed = int(problem.message.split("that takes ")[1].split()[0])
-    assert check_pool(pool, found, counts(9, needed, 100, "a"), tmp_path) == []
-    assert needed == 2 or check_pool(pool, found, counts(9, needed - 1, 100, "a"), tmp_path) != []
+    assert too_fine(needed) == []
+    assert needed == 2 or too_fine(needed - 1) != []
+
+
+@pytest.mark.parametrize(
+    ("metric", "budget", "warned"),
+    [("acc", 0.2, True), ("acc,none", 0.5, True), ("acc", 0.19, False), ("perplexity", 0.5, False), ("bleu", 5, False)],
+)
+def test_a_budget_of_twenty_points_is_warned_of(tmp_path: Path, metric: str, budget: float, warned: bool) -> None:
+    task = TaskBudget(task="quiz", metric=metric, budget=budget)
+    pool = Pool(name="p", models=(ModelEntry(name="m", path=str(tmp_path), tasks=(task,)),))
+    problems = check_pool(pool, {}, None, tmp_path)
+    assert [(p.severity, p.code, p.model) for p in problems] == [("warning", "budget-coarse", "m")] * warned
+    assert all(f"fall by {100 * budget:g} points" in p.message for p in problems)
+
+
+def test_the_same_checkpoint_twice_is_warned_of(tmp_path: Path) -> None:
+    models = twins(tmp_path)
+    (tmp_path / "link").symlink_to(models["a"])
+    pool, found = pool_of(tmp_path, models | {"again": models["b"], "linked": tmp_path / "link"})
+    problems = check_pool(pool, found, None, tmp_path)
+    assert [(p.severity, p.code, p.model) for p in problems] == [
+        ("warning", "same-checkpoint", "again"),
+        ("warning", "same-checkpoint", "linked"),
+    ]
+    assert "checkpoint of b" in problems[0].message and "checkpoint of a" in problems[1].message
+
+
+def test_hub_ids_are_the_same_checkpoint_in_one_revision(tmp_path: Path) -> None:
+    task = (TaskBudget(task="quiz", metric="acc", budget=0.02),)
+    hub = [("a", None), ("b", None), ("c", "v2")]
+    entries = tuple(ModelEntry(name=n, path="no/such-model", revision=r, tasks=task) for n, r in hub)
+    problems = check_pool(Pool(name="p", models=entries), {}, None, tmp_path)
+    assert [(p.code, p.model) for p in problems] == [("same-checkpoint", "b")]
+
+
+def test_a_device_without_room_for_one_model_is_warned_of(tmp_path: Path) -> None:
+    pool, found = pool_of(tmp_path, twins(tmp_path))
+    nbytes = found["a"].nbytes
+
+    def warned(device_memory: int) -> list[str | None]:
+        deploy = DeploySettings(device_memory=f"{device_memory / 10**6:.6f}MB")
+        problems = check_pool(pool.model_copy(update={"deploy": deploy}), found, None, tmp_path)
+        assert {(p.severity, p.code) for p in problems} <= {("warning", "device-memory")}
+        return [p.model for p in problems]
+
+    assert warned(nbytes) == []
+    assert warned(nbytes - 1) == ["a", "b"]
 
 
 def test_a_split_without_questions_is_refused(tmp_path: Path) -> None:
@@ -237,7 +290,7 @@ def test_tokenizers_are_compared_by_what_they_map_not_by_size(tmp_path: Path) ->
     problems = check_pool(pool, found, None, tmp_path)
     # b against a, and c and q (which can share MLPs) against b: each is told once.
     assert [(p.severity, p.code, p.model, p.file) for p in problems] == [
-        ("warning", "tokenizer-differs", m, "tokenizer.json") for m in ("b", "c", "q")
+        ("warning", "tokenizer-differs", m, str(models[m] / "tokenizer.json")) for m in ("b", "c", "q")
     ]
     assert problems[0].message.startswith(f"numbers {len(CHARACTERS)} tokens otherwise than that of a")
 

@@ -40,7 +40,13 @@ def check(directory: Path, scans: Path | None = None) -> list[Problem]:
 
 
 def found(directory: Path) -> set[tuple[str, str | None]]:
-    return {(p.code, p.file) for p in check(directory)}
+    return {(p.code, within(directory, p.file)) for p in check(directory)}
+
+
+def within(directory: Path, file: str | None) -> str | None:
+    """A file as it is called in the directory; problems must give its whole path."""
+    assert file is None or file.startswith(f"{directory}/")
+    return file and file.removeprefix(f"{directory}/")
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -183,7 +189,7 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], None], set[tuple[str, str | None]]
     ),
     "tokenizer that transformers cannot load": (
         write("tokenizer.json", '{"model": {"vocab": {"a": 1}}}'),
-        {("tokenizer-unusable", None)},
+        {("tokenizer-unusable", "tokenizer.json")},
     ),
     "tokenizer that is none": (write("tokenizer.json", "{}"), {("tokenizer-invalid", "tokenizer.json")}),
     "tokenizer with odd numbers": (
@@ -216,14 +222,16 @@ def test_what_is_wrong_with_a_single_file_checkpoint_is_named(tmp_path: Path, ca
         "architectures-mismatch",
     }
     if not {code for code, _ in expected} & unseen_by_survey:
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError) as caught:
             Checkpoint.open(directory, "m")
+        assert within(directory, caught.value.problem.file) in {file for _, file in expected}
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    assert found(tmp_path / "gone") == {("directory-missing", str(tmp_path / "gone"))}
+    assert found(tmp_path / "gone") == {("directory-missing", None)}
+    assert check(tmp_path / "gone")[0].message == f"there is no directory {tmp_path / 'gone'}"
     (tmp_path / "file").write_text("x")
-    assert found(tmp_path / "file") == {("directory-missing", str(tmp_path / "file"))}
+    assert check(tmp_path / "file")[0].message == f"{tmp_path / 'file'} is no directory"
     (tmp_path / "empty").mkdir()
     assert {code for code, _ in found(tmp_path / "empty")} == {
         "config-missing",
@@ -318,7 +326,7 @@ def test_what_is_wrong_with_shards_is_named(tmp_path: Path, case: str) -> None:
     directory = shard(tiny_llama(tmp_path / "m"))
     assert check(directory) == []
     change(directory)
-    problems = {(p.code, p.file) for p in check(directory) if p.code != "tensor-missing"}
+    problems = {(p.code, within(directory, p.file)) for p in check(directory) if p.code != "tensor-missing"}
     assert problems == expected
     with pytest.raises(CheckpointError):
         Checkpoint.open(directory, "m")
@@ -360,7 +368,7 @@ def test_quantised_weights_are_recognised(tmp_path: Path, quantise: Callable[[di
     edit_tensors(directory, quantise)
     problems = check(directory)
     assert {p.code for p in problems} == {"quantised"}  # and no flood of what follows from it
-    assert all(p.file == WEIGHTS and p.tensor for p in problems)
+    assert all(p.file == str(directory / WEIGHTS) and p.tensor for p in problems)
 
 
 def test_a_quantisation_in_the_configuration_is_enough(tmp_path: Path) -> None:
@@ -375,7 +383,7 @@ def test_what_is_not_finite_is_named_after_every_look(tmp_path: Path) -> None:
     edit_tensors(directory, lambda t: t[name][7, 1].fill_(float("inf")))
     for _ in range(2):
         (problem,) = check(directory, tmp_path / "scans")
-        assert (problem.code, problem.file, problem.tensor) == ("not-finite", WEIGHTS, name)
+        assert (problem.code, problem.file, problem.tensor) == ("not-finite", str(directory / WEIGHTS), name)
         assert "row 7" in problem.message
 
 
@@ -386,7 +394,19 @@ def test_a_tensor_without_elements(tmp_path: Path, shape: tuple[int, ...]) -> No
     assert check(directory, tmp_path / "scans") == []
     edit_tensors(directory, lambda t: t.update({"model.norm.weight": torch.zeros(shape)}))
     (problem,) = check(directory, tmp_path / "scans")
-    assert (problem.code, problem.file, problem.tensor) == ("tensor-shape", WEIGHTS, "model.norm.weight")
+    assert (problem.code, problem.tensor) == ("tensor-shape", "model.norm.weight")
+    assert problem.file == str(directory / WEIGHTS)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_tensor_that_is_missing_is_told_of_the_file_that_lists_all(tmp_path: Path, shards: int) -> None:
+    directory = tiny_llama(tmp_path / "m")
+    edit_tensors(directory, lambda t: t.pop("model.norm.weight"))
+    if shards > 1:
+        shard(directory, shards)
+    (problem,) = check(directory)
+    assert (problem.code, problem.tensor) == ("tensor-missing", "model.norm.weight")
+    assert problem.file == str(directory / (WEIGHTS if shards == 1 else INDEX))
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", ["llama"], None])

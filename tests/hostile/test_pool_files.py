@@ -27,7 +27,7 @@ def load(data: bytes) -> Pool | PoolError:
             return load_pool(path)
         except PoolError as error:
             assert "pool.yaml" in str(error).encode().decode()
-            assert error.problem.remedy
+            assert all(p.remedy and p.file and "\n" not in p.line() for p in error.problems)
             return error
 
 
@@ -50,8 +50,7 @@ def test_the_valid_file_is_valid() -> None:
         (b"# only a comment\n", 1, "is empty"),
         (b"\n\n- a\n- b\n", 3, "holds no mapping"),
         (b"just words", 1, "holds no mapping"),
-        (b"name: p\nmodels: [", 2, "flow"),
-        (b"name: p\n\tmodels: 1", 2, "cannot start any token"),
+        (b"name: p\nmodels: [", 2, "the file ends in the middle of a list"),
         (b"name: p\n---\nname: q\n", 2, "another document"),
         (b"name: p\nmodels: *m\n", 2, "undefined alias"),
         (b"name: p\nmodels: \xff\xfe\n", 2, "is not UTF-8"),
@@ -79,9 +78,56 @@ def test_what_is_no_pool_is_refused_with_its_line(data: bytes, line: int, messag
     assert message in report
 
 
+_HEAD = "name: p\nmodels:\n  - name: m\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message", "remedy"),
+    [
+        ("name: p\n\tmodels: 1", 2, "a tab stands", "use spaces: tabs cannot indent YAML"),
+        (f"{_HEAD}  \tpath: x\n", 4, "a tab stands", "use spaces"),
+        ("search: {stride: 1,\n\ttolerance: 1}\n", 2, "a tab stands", "use spaces"),
+        ("name:mine\nmodels:\n  - name: m\n", 1, "no colon with a space", "write `field: value`"),
+        ("name\n\n# of the pool\nmodels: []\n", 1, "no colon with a space", "write `field: value`"),
+        (f"{_HEAD}    path:./x\n    tasks: []\n", 4, "no colon with a space", "write `field: value`"),
+        ("name: p\nmodels:\n  - name:m\n    path: x\n", 3, "no colon with a space", "write `field: value`"),
+        ("name: p\nmodels:\n  -name: m\n    path: x\n", 3, "no space follows the dash", "write `- item`"),
+        ("name: p\nmodels:\n  -{name: m, path: x}\n", 3, "no space follows the dash", "write `- item`"),
+        ("name: p: q\n", 1, "a second colon", "put quotes around"),
+        (f"{_HEAD}      path: x\n", 4, "is indented as part of the line before", "the same number of spaces"),
+        (f"{_HEAD}   path: x\n", 4, "is indented differently", "the same number of spaces"),
+        ("  name: p\nmodels: []\n", 2, "is indented differently", "the same number of spaces"),
+        (
+            f"{_HEAD}    tasks:\n      - {{task: t\n  - name: n\n",
+            5,
+            "the '{' that opens here is not closed",
+            "with '}'",
+        ),
+        ("search: {stride: 1\nname: p\n", 1, "a comma is missing on this line or line 2", "with '}'"),
+        ("profile: {seeds: [1, 2}\n", 1, "the '[' that opens here is not closed", "with ']'"),
+        ("search: {stride: 1 accept: original}\n", 1, "a comma is missing on this line", "put a comma between"),
+        ("search: {stride: 1}}\n", 1, "a '}' too many", "remove it"),
+        ("name: 'p\nmodels: []\n", 1, "the quotation mark that opens here is never closed", "close it"),
+        ("name: 'p' q\n", 1, "text follows a value that is complete", "put quotes around the whole"),
+        ("name: @p\n", 1, "a value cannot begin with '@'", "put quotes around"),
+        ("name: *p\n", 1, "undefined alias", "begins with *"),
+        ('name: "C:\\models"\n', 1, "unknown escape character", "single quotes"),
+        ("name: |p\n", 1, "chomping", "put quotes around"),
+        ("name: p\n---\nname: q\n", 2, "another document begins here", "one pool in a file"),
+    ],
+)
+def test_what_is_no_yaml_is_told_where_it_is_to_be_mended(text: str, line: int, message: str, remedy: str) -> None:
+    result = load(text.encode())
+    assert isinstance(result, PoolError), result
+    (problem,) = result.problems
+    assert problem.file is not None and problem.file.endswith(f"pool.yaml:{line}")
+    assert message in problem.message and remedy in problem.remedy
+
+
 @pytest.mark.parametrize("budget", ["1e999", "9" * 4000, "-.inf", "1_0", "0x1", "010", "null", "[]", "1:30"])
 def test_numbers_that_are_none(budget: str) -> None:
-    assert "models[0].tasks[0].budget must" in refusal(VALID.replace("0.02", budget).encode())
+    report = refusal(VALID.replace("0.02", budget).encode())
+    assert "models[0].tasks[0].budget must" in report or (budget == "null" and "budget is empty" in report)
 
 
 @pytest.mark.parametrize("name", ["a/b", "'a,b'", "...", "../x", "é", "x" * 65, "a.b", '"a\\n"', '""'])

@@ -1,0 +1,83 @@
+"""Rules of a pool file that no single field shows. They look at what was written, not at what was validated: a
+mistake elsewhere hides none.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from sys import float_info
+from typing import Any, TypeGuard
+
+from sandhi_core.pool_problems import Fault, Loc, shown
+
+_FRACTION = re.compile(
+    r"(\w+_)?(acc|f1|em|exact_match|recall|precision)(_\w+)?|\w*accuracy\w*|mc[12]|pass[_@]\w+|contains|likelihood"
+)
+
+
+def is_fraction(metric: str) -> bool:
+    """Whether values of an lm-eval metric (`acc`, or `acc,filter`) lie between 0 and 1, as far as its name tells."""
+    return _FRACTION.fullmatch(metric.partition(",")[0].strip().lower()) is not None
+
+
+def broken_rules(data: dict[str, Any], line: Callable[[Loc], int]) -> Iterator[Fault]:
+    """What breaks a rule in the document `data`; `line` tells where in the file a value stands."""
+    models = [entry if isinstance(entry, dict) else {} for entry in _list(data.get("models"))]
+    yield from _alike(models, line)
+    tasks = [
+        (("models", m, "tasks", t), task)
+        for m, model in enumerate(models)
+        for t, task in enumerate(_list(model.get("tasks")))
+        if isinstance(task, dict)
+    ]
+    for loc, task in tasks:
+        metric, budget = task.get("metric"), task.get("budget")
+        if isinstance(metric, str) and is_fraction(metric) and _is_number(budget) and budget >= 1:
+            message = f"budget {budget:g} allows any drop: {shown(metric)} is never above 1"
+            yield Fault((*loc, "budget"), message, _as_fraction(budget))
+    yield from _tolerance(data.get("search"), [task for _, task in tasks])
+
+
+def _as_fraction(points: float) -> str:
+    if points == 1 or points >= 100:
+        return "budgets are absolute, as fractions: 0.05 is five points"
+    return f"budgets are absolute, as fractions: {points / 100:g} is {points:g} points"
+
+
+def _tolerance(search: Any, tasks: list[dict[str, Any]]) -> Iterator[Fault]:
+    tolerance = search.get("tolerance") if isinstance(search, dict) else None
+    if not _is_number(tolerance):
+        return
+    loc = ("search", "tolerance")
+    metrics = [metric for task in tasks if isinstance(metric := task.get("metric"), str)]
+    if tolerance >= 1 and metrics and all(map(is_fraction, metrics)):
+        yield Fault(loc, f"search.tolerance {tolerance:g} allows any drop", _as_fraction(tolerance))
+    # Under SANDHI's own rule drift may add up past the tolerance; under the other nothing goes beyond it.
+    largest = max((budget for task in tasks if _is_number(budget := task.get("budget"))), default=0)
+    if search.get("accept") != "reference" and tolerance < largest:
+        message = f"search.tolerance is below a budget of {largest}, which could never be used"
+        yield Fault(loc, message, "raise it to the largest budget, or remove it")
+
+
+def _alike(models: list[dict[str, Any]], line: Callable[[Loc], int]) -> Iterator[Fault]:
+    seen: dict[str, tuple[str, Loc]] = {}
+    for index, name in enumerate(model.get("name") for model in models):
+        if isinstance(name, str):
+            loc = ("models", index, "name")
+            slug = re.sub(r"[^a-z0-9]", "_", name.casefold())
+            first, at = seen.setdefault(slug, (name, loc))
+            if at == loc:
+                continue
+            if first == name:
+                message = f"name {shown(name)} is used twice; the first is on line {line(at)}"
+            else:
+                message = f"name {shown(name)} cannot be told from {shown(first)} in file and asset names"
+            yield Fault(loc, message, "give each model a name of its own")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """A number that can be a budget: neither infinite nor, as integers may be, beyond all floats."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
