@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandhi_core.checkpoint import tensor_digest
-from sandhi_core.layout import DEPLOYMENT, INDEX, MANIFEST, index_bytes, shards
+from sandhi_core.errors import Problem
+from sandhi_core.layout import DEPLOYMENT, INDEX, MANIFEST, index_bytes, shards, unlinked
 from sandhi_core.records import ExportedTensor, Manifest
 from sandhi_core.safetensors_file import FormatError, map_file
+
+RESTORE = "restore it from a sound copy of the export, or remove the export and build again"
+LINKS = (
+    "on a file system with hard links, copy the export again by `cp -a` or `rsync -aH`, which keep them, or build again"
+)
 
 Found = dict[str, tuple[str, tuple[int, ...], int, str]]
 """Tensor name to dtype, shape, bytes and digest, as a file holds them."""
@@ -20,7 +26,7 @@ class DiskCheck:
     """`tensor_bytes` is what the models hold, each on its own; `distinct_bytes` the same with every file
     (inode) counted once, whatever its names: the difference is what the export shares."""
 
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
     tensors_checked: int
     tensor_bytes: int
     distinct_bytes: int
@@ -32,24 +38,31 @@ class DiskCheck:
 
 def verify_disk(export_root: Path, manifest: Manifest) -> DiskCheck:
     """Re-read every tensor and every copied file of an export. Differences are problems, never exceptions: a
-    missing, extra, damaged or linked-away file, an index or header that says otherwise than the manifest."""
+    missing, extra, damaged or linked-away file, an index or header that says otherwise than the manifest, a shared
+    shard that is no longer one file. In a model's problem `file` is relative to the model's directory."""
     reading = _Reading()
     problems = list(_listing(export_root, manifest))
     for name, model in sorted(manifest.models.items()):
         directory = export_root / model.directory
         copies = model.files | {INDEX: hashlib.sha256(index_bytes(model)).hexdigest()}
         for file, digest in sorted(copies.items()):
-            problems += (f"model {name}, file {file}: {p}" for p in _copy(directory / file, digest))
+            problems += (_damage(p, name, file) for p in _copy(directory / file, digest))
         for file, tensors in shards(model).items():
-            problems += (f"model {name}, file {file}: {p}" for p in reading.shard(directory / file, tensors))
+            problems += (_damage(p, name, file, tensor) for tensor, p in reading.shard(directory / file, tensors))
+    problems += _lost_links(export_root, manifest)
     return DiskCheck(tuple(problems), reading.tensors, reading.total, sum(reading.distinct.values()))
 
 
-def _listing(export_root: Path, manifest: Manifest) -> Iterator[str]:
+def _damage(message: str, model: str | None, file: str, tensor: str | None = None) -> Problem:
+    code = "export-tensor" if tensor else "export-file"
+    return Problem(code=code, severity="error", model=model, file=file, tensor=tensor, message=message, remedy=RESTORE)
+
+
+def _listing(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
     """The manifest itself, and everything below the root that it does not speak of."""
     path = export_root / MANIFEST
     if path.is_symlink() or not path.is_file() or path.read_bytes() != manifest.canonical():
-        yield f"file {MANIFEST}: is not the manifest of these weights in its canonical form"
+        yield _damage("is not the manifest of these weights in its canonical form", None, MANIFEST)
     expected = {MANIFEST, DEPLOYMENT}
     for model in manifest.models.values():
         expected |= {f"{model.directory}/{f}" for f in (INDEX, *model.files, *shards(model))}
@@ -58,11 +71,32 @@ def _listing(export_root: Path, manifest: Manifest) -> Iterator[str]:
         for name in sorted(files + links):
             file = (Path(directory) / name).relative_to(export_root).as_posix()
             if file not in expected:
-                yield f"file {file}: is no part of the export"
+                yield Problem(
+                    code="export-file",
+                    severity="error",
+                    file=file,
+                    message="is no part of the export",
+                    remedy="move it elsewhere",
+                )
+
+
+def _lost_links(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
+    for name, (first, *others) in unlinked(export_root, manifest).items():
+        model = manifest.models[name]
+        again = sum(shard.nbytes for shard in model.tensors.values() if shard.file in (first, *others))
+        more = f", as {len(others)} more of this model are" if others else ""
+        yield Problem(
+            code="export-links",
+            severity="error",
+            model=name,
+            file=first,
+            message=f"is a file of its own{more}; the manifest says {model.linked}: {again} bytes are held again",
+            remedy=LINKS,
+        )
 
 
 def _copy(path: Path, digest: str) -> Iterator[str]:
-    if problem := _unreadable(path):
+    if problem := unreadable(path):
         yield problem
         return
     with path.open("rb") as f:
@@ -70,7 +104,8 @@ def _copy(path: Path, digest: str) -> Iterator[str]:
             yield "differs from what was exported"
 
 
-def _unreadable(path: Path) -> str | None:
+def unreadable(path: Path) -> str | None:
+    """What is wrong with a path that should be a plain file; None where nothing is."""
     if path.is_symlink():
         return "is a symbolic link, not the file itself" if path.exists() else "is a link to nothing"
     if not path.exists():
@@ -89,9 +124,10 @@ class _Reading:
     distinct: dict[tuple[int, int], int] = field(default_factory=dict)
     found: dict[tuple[int, int], Found | str] = field(default_factory=dict)
 
-    def shard(self, path: Path, expected: dict[str, ExportedTensor]) -> Iterator[str]:
-        if problem := _unreadable(path):
-            yield problem
+    def shard(self, path: Path, expected: dict[str, ExportedTensor]) -> Iterator[tuple[str | None, str]]:
+        """What is wrong with a shard: the tensor, or None where it is the whole file; and the difference."""
+        if problem := unreadable(path):
+            yield None, problem
             return
         status = path.stat()
         identity = (status.st_dev, status.st_ino)
@@ -99,7 +135,7 @@ class _Reading:
             self.found[identity] = _read(path)
         found = self.found[identity]
         if isinstance(found, str):
-            yield found
+            yield None, found
             return
         nbytes = sum(size for _, _, size, _ in found.values())
         self.distinct[identity] = nbytes
@@ -107,11 +143,11 @@ class _Reading:
         self.tensors += len(found)
         for name in sorted(found.keys() | expected.keys()):
             if name not in expected:
-                yield f"tensor {name}: does not belong into this file"
+                yield name, "does not belong into this file"
             elif name not in found:
-                yield f"tensor {name}: is missing"
+                yield name, "is missing"
             elif found[name] != _facts(expected[name]):
-                yield f"tensor {name}: is not the tensor that was scored"
+                yield name, "is not the tensor that was scored"
 
 
 def _facts(tensor: ExportedTensor) -> tuple[str, tuple[int, ...], int, str]:

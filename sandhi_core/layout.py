@@ -4,7 +4,7 @@ Nothing here touches tensors, so what is written (export) and what is checked (s
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -87,8 +87,8 @@ def index_bytes(model: ExportedModel) -> bytes:
 
 
 def sizes_match(export_root: Path, manifest: Manifest) -> bool:
-    """Whether every file of an export is there and every shard large enough for its tensors: a glance, no proof.
-    Raises OSError where one cannot be looked at."""
+    """Whether every file of an export is there, every shard large enough for its tensors and linked as it was: a
+    glance, no proof. Raises OSError where one cannot be looked at."""
     for model in manifest.models.values():
         directory = export_root / model.directory
         if not all((directory / name).is_file() for name in (INDEX, *model.files)):
@@ -96,7 +96,30 @@ def sizes_match(export_root: Path, manifest: Manifest) -> bool:
         for file, tensors in shards(model).items():
             if (directory / file).stat().st_size < sum(t.nbytes for t in tensors.values()):
                 return False
-    return True
+    return not unlinked(export_root, manifest)
+
+
+def unlinked(export_root: Path, manifest: Manifest) -> dict[str, list[str]]:
+    """By model, the shared shards that are files of their own although the manifest says that they were linked: what
+    a copy that does not keep hard links leaves. Missing ones aside. Of several files the one that most models hold
+    counts as the shared one.
+
+    Raises OSError where one cannot be looked at.
+    """
+    places: dict[tuple[str, str], dict[tuple[str, str], tuple[int, int]]] = defaultdict(dict)
+    for name, model in sorted(manifest.models.items()):
+        for tensor_name, tensor in sorted(model.tensors.items()):
+            path = export_root / model.directory / tensor.file
+            if tensor.sharing != "private" and model.linked != "copy" and path.exists():
+                status = path.stat()
+                places[tensor_name, tensor.digest][name, tensor.file] = (status.st_dev, status.st_ino)
+    found: dict[str, list[str]] = defaultdict(list)
+    for inodes in places.values():
+        ((common, _),) = Counter(inodes.values()).most_common(1)
+        for (name, file), inode in inodes.items():
+            if inode != common:
+                found[name].append(file)
+    return dict(found)
 
 
 def read_manifest(export_root: Path) -> Manifest:

@@ -87,19 +87,6 @@ def mappings(pid: int) -> Iterator[Span]:
         yield Span(*head, *(sizes[field] for field in _FIELDS))
 
 
-def measure(directories: Mapping[str, Path], timeout: float = 600.0) -> tuple[ProcessMemory, ...]:
-    """Hold every model's directory in a process of its own, all at once, and read what its weights take.
-
-    Raises ProofError where a directory cannot be loaded or not all are within `timeout` seconds.
-    """
-    with _held(directories, timeout) as ready:
-        holders = tuple(
-            _holder(model, directory, ready[model]["pid"], ready[model]["unmapped"])
-            for model, directory in directories.items()
-        )
-    return accounts(holders)
-
-
 @dataclass(frozen=True)
 class Holder:
     """A process's mappings by weight file, and the sizes of those files."""
@@ -111,7 +98,42 @@ class Holder:
 
 
 def accounts(holders: Sequence[Holder]) -> tuple[ProcessMemory, ...]:
-    """What each process takes, `pss` being relative to these processes alone.
+    """What each process takes, `pss` being relative to these processes alone."""
+    scale = _scale(holders)
+    return tuple(
+        ProcessMemory(
+            model=holder.model,
+            rss=sum(span.rss for _, span in holder.spans),
+            pss=round(sum(span.pss * scale.get(identity, 1.0) for identity, span in holder.spans)),
+            private_dirty=sum(span.private_dirty for _, span in holder.spans),
+            unmapped=holder.unmapped,
+        )
+        for holder in holders
+    )
+
+
+def shared_bytes(holders: Sequence[Holder], tensors: Mapping[Identity, int]) -> int:
+    """Bytes that these processes spare by mapping the same files: the pages of shared tensors that each has
+    resident, less what their files take in all processes together (proportional set size).
+
+    `tensors`: the files that hold one shared tensor each, with its size in bytes. Only its whole pages count as
+    held by a process while header and padding count as taken, as in the comparison with checkpoints of their own.
+    So this is never more than the sum over tensors of size * (processes - 1), which is what an export claims.
+    """
+    scale = _scale(holders)
+    resident: Counter[tuple[Identity, str]] = Counter()
+    taken = 0.0
+    for holder in holders:
+        for identity, span in holder.spans:
+            if identity in tensors:
+                resident[identity, holder.model] += span.rss
+                taken += span.pss * scale.get(identity, 1.0)
+    held = sum(min(rss, tensors[identity] // PAGE * PAGE) for (identity, _), rss in resident.items())
+    return max(held - round(taken), 0)
+
+
+def _scale(holders: Sequence[Holder]) -> dict[Identity, float]:
+    """By what a file's proportional set sizes must be multiplied to be relative to these processes alone.
 
     The kernel divides by every process that maps a file, also by one that is not ours (the build itself keeps
     the originals mapped), and memory would look saved that is not. Such a file's shares are scaled up until
@@ -126,17 +148,24 @@ def accounts(holders: Sequence[Holder]) -> tuple[ProcessMemory, ...]:
             resident[identity, holder.model] += span.rss
             pages = min(resident[identity, holder.model], -(-holder.sizes[identity] // PAGE) * PAGE)
             most[identity] = max(most.get(identity, 0), pages)
-    scale = {identity: max(1.0, most[identity] / share) for identity, share in shares.items() if share}
-    return tuple(
-        ProcessMemory(
-            model=holder.model,
-            rss=sum(span.rss for _, span in holder.spans),
-            pss=round(sum(span.pss * scale.get(identity, 1.0) for identity, span in holder.spans)),
-            private_dirty=sum(span.private_dirty for _, span in holder.spans),
-            unmapped=holder.unmapped,
+    return {identity: max(1.0, most[identity] / share) for identity, share in shares.items() if share}
+
+
+def hold(directories: Mapping[str, Path], timeout: float = 600.0) -> tuple[Holder, ...]:
+    """Hold every model's directory in a process of its own, all at once, and read what they map.
+
+    Raises ProofError where a directory cannot be loaded or not all are within `timeout` seconds.
+    """
+    with _held(directories, timeout) as ready:
+        return tuple(
+            _holder(model, directory, ready[model]["pid"], ready[model]["unmapped"])
+            for model, directory in directories.items()
         )
-        for holder in holders
-    )
+
+
+def measure(directories: Mapping[str, Path], timeout: float = 600.0) -> tuple[ProcessMemory, ...]:
+    """What the weights of models held at once take, by process. Raises as hold does."""
+    return accounts(hold(directories, timeout))
 
 
 def _holder(model: str, directory: Path, pid: int, unmapped: int) -> Holder:

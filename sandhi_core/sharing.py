@@ -5,16 +5,18 @@ transformers answers the holdout from them as the scored weights did); the files
 inode); processes that load the files share (proportional set size).
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.disk import DiskCheck, verify_disk
-from sandhi_core.layout import DEPLOYMENT, read_manifest, shards
-from sandhi_core.memory import ENGINE, PAGE, compare, measure
+from sandhi_core.claims import claims_of, least_in_memory
+from sandhi_core.deploy.check import check_deployment
+from sandhi_core.disk import LINKS, DiskCheck, verify_disk
+from sandhi_core.errors import Problem, ProofError
+from sandhi_core.layout import MANIFEST, read_manifest
+from sandhi_core.memory import ENGINE, Identity, accounts, compare, hold, shared_bytes, weight_files
 from sandhi_core.records import (
     Evaluation,
     Fingerprint,
@@ -29,9 +31,6 @@ from sandhi_core.records import (
 ANSWER_TOLERANCE = 1e-4
 """Slack of one question's value: log-likelihoods in fp32 move by up to 4e-5 with the batch they are in. It is
 none for a right or wrong answer (0 or 1)."""
-
-MEMORY_SHARE = 0.9
-"""Part of the claimed bytes that processes must be seen to save."""
 
 Answers = Callable[[str, Path], Mapping[str, TaskResult]]
 
@@ -51,13 +50,14 @@ def prove(
 
     `tensors` is what was scored in place of the models' own tensors, `expected` how it answered the holdout,
     `answers` has stock transformers answer the same questions from a directory. Where the files already
-    differ nothing is loaded from them. What does not hold is a problem of the proof, which then did not pass;
+    differ nothing is loaded from them. Saved in memory beyond the claim (pages are whole) is not counted. What does
+    not hold is a problem of the proof, which then did not pass;
     raises ProofError only where the export has no manifest or cannot be loaded at all.
     """
     export_root = root / merged.export
     manifest = read_manifest(export_root)
     disk = verify_disk(export_root, manifest)
-    problems = [*disk.problems, *_not_scored(manifest, merged, fingerprints, tensors, expected)]
+    problems = [*map(_told, disk.problems), *_not_scored(manifest, merged, fingerprints, tensors, expected)]
     checked, equal = dict.fromkeys(expected, 0), dict.fromkeys(expected, 0)
     compared = MemoryComparison(engine="not measured: the files differ", originals=(), exports=(), saved=0)
     originals = sum(c.header(name).nbytes for c in checkpoints.values() for name in c.names)
@@ -82,7 +82,7 @@ def prove(
         duplicates=savings.duplicates,
         claimed=savings.net,
         verified_disk=verified_disk,
-        verified_memory=compared.saved,
+        verified_memory=min(compared.saved, savings.net),
         memory=compared,
     )
 
@@ -138,50 +138,71 @@ def _not_saved(claimed: int, on_disk: int, in_memory: int, manifest: Manifest) -
             f"{claimed} bytes are claimed, the files save {on_disk} (linked by {ways}; only one file under "
             "several names is shared: keep the artifact root on one file system with hard links)"
         )
-    files = sum(len(shards(model)) for model in manifest.models.values())
-    slack = 2 * PAGE * files  # a file's first and last page are mapped whole
-    if in_memory < MEMORY_SHARE * claimed - slack:
+    if in_memory < least_in_memory(claimed, manifest):
         yield f"{claimed} bytes are claimed, processes that load the export save {in_memory}"
 
 
-def verify(export_root: Path, memory: bool = False) -> tuple[dict[str, Any], bool]:
-    """Check an export as it lies there, and whether all is well. The manifest must be the one that its deployment
-    speaks of; without a deployment the directory's own name must be the manifest's. With `memory`, processes load
-    the models and the table says what they save against each holding its files alone.
+def _told(problem: Problem) -> str:
+    """A problem as a proof's record has it: where, and what."""
+    where = ", ".join(f"{k} {v}" for k in ("model", "file", "tensor") if (v := getattr(problem, k)))
+    return f"{where}: {problem.message}"
 
-    Raises ProofError where there is no manifest, or where a sound export cannot be loaded.
+
+def verify(export: Path, memory: bool = False) -> tuple[dict[str, Any], bool]:
+    """Check an export, given by its directory or its manifest, as it lies there: every byte and link against the
+    manifest, deployment.json against both. With `memory`, processes load the models and the table says what they
+    share. Returns the table and whether all is well.
+
+    Raises ProofError where there is no manifest.
     """
-    found = read_manifest(export_root)
-    disk = verify_disk(export_root, found)
-    problems = list(disk.problems)
-    wanted, named_by = _wanted(export_root)
-    if not wanted or not found.digest.startswith(wanted):
-        problems.append(f"the manifest is {found.digest}, {named_by} says {wanted or 'nothing'}")
+    root = _root(export)
+    found = read_manifest(root)
+    disk = verify_disk(root, found)
+    claimed = claims_of(found).claimed
+    problems = [*disk.problems, *check_deployment(root, found)]
+    if not disk.problems and disk.shared_bytes != claimed:
+        problems.append(_wrong("export-links", f"the files share {disk.shared_bytes} of {claimed} bytes", LINKS))
+    loaded = None
+    if memory and not _errors(problems):
+        try:
+            loaded = _loaded(root, found)
+        except ProofError as error:
+            problems.append(error.problem)
+        else:
+            problems += _not_shared(loaded["shared"], found)
     table = {
-        "export": str(export_root),
+        "ok": not _errors(problems),
+        "export": str(root),
         "manifest": found.digest,
         "pool": found.pool,
         "point": found.point,
         "models": {name: _row(found, name) for name in sorted(found.models)},
         "tensors_checked": disk.tensors_checked,
         "bytes": {"models": disk.tensor_bytes, "distinct": disk.distinct_bytes, "shared": disk.shared_bytes},
-        "memory": None,
-        "problems": problems,
+        "memory": loaded,
+        "problems": [problem.model_dump(mode="json") for problem in problems],
     }
-    if memory and not problems:
-        table["memory"] = _loaded({n: export_root / m.directory for n, m in found.models.items()})
-    return table, not problems
+    return table, not _errors(problems)
 
 
-def _wanted(export_root: Path) -> tuple[str, str]:
-    """The digest (or its beginning) that the manifest must have, and what says so."""
-    try:
-        deployment = json.loads((export_root / DEPLOYMENT).read_bytes())
-        return str(deployment["manifest"]), DEPLOYMENT
-    except FileNotFoundError:
-        return export_root.resolve().name, "the directory's name"
-    except (OSError, ValueError, TypeError, KeyError):
-        return "", f"{DEPLOYMENT}, which cannot be read,"
+def _root(export: Path) -> Path:
+    if not export.is_file():
+        return export
+    if export.name == MANIFEST:
+        return export.parent
+    raise ProofError(
+        "is a file, not the directory of an export",
+        file=str(export),
+        remedy=f"give the directory that holds {MANIFEST}",
+    )
+
+
+def _errors(problems: list[Problem]) -> bool:
+    return any(problem.severity == "error" for problem in problems)
+
+
+def _wrong(code: str, message: str, remedy: str) -> Problem:
+    return Problem(code=code, severity="error", message=message, remedy=remedy)
 
 
 def _row(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -195,13 +216,34 @@ def _row(manifest: Manifest, name: str) -> dict[str, Any]:
 _KINDS = ("private", "duplicate", "merged")
 
 
-def _loaded(directories: Mapping[str, Path]) -> dict[str, Any]:
-    processes = measure(directories)
+def _loaded(root: Path, manifest: Manifest) -> dict[str, Any]:
+    holders = hold({name: root / model.directory for name, model in manifest.models.items()})
     return {
         "engine": ENGINE,
-        "processes": {p.model: p.model_dump(exclude={"model"}) for p in processes},
-        "saved": sum(p.rss - p.pss for p in processes),
+        "processes": {p.model: p.model_dump(exclude={"model"}) for p in accounts(holders)},
+        "shared": shared_bytes(holders, _shared_files(root, manifest)),
     }
+
+
+def _shared_files(root: Path, manifest: Manifest) -> dict[Identity, int]:
+    """The files that hold a shared tensor, and its size in bytes."""
+    found: dict[Identity, int] = {}
+    for model in manifest.models.values():
+        files = weight_files(root / model.directory).paths
+        for tensor in model.tensors.values():
+            if tensor.sharing != "private":
+                found[files[str((root / model.directory / tensor.file).resolve())]] = tensor.nbytes
+    return found
+
+
+def _not_shared(in_memory: int, manifest: Manifest) -> Iterator[Problem]:
+    claims = claims_of(manifest)
+    if in_memory < claims.least_in_memory:
+        yield _wrong(
+            "export-memory",
+            f"{claims.claimed} bytes are claimed, processes that load the export share {in_memory}",
+            "keep the export on a file system that maps one file into several processes as the same pages",
+        )
 
 
 __all__ = ["DiskCheck", "prove", "verify", "verify_disk"]

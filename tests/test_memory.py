@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sandhi_core import memory
 from sandhi_core.errors import ProofError
-from sandhi_core.memory import PAGE, Holder, Span, accounts, mappings, measure, weight_files
+from sandhi_core.memory import PAGE, Holder, Span, accounts, mappings, measure, shared_bytes, weight_files
 from sandhi_core.records import ProcessMemory
 from sandhi_core.safetensors_file import map_file
 from tests.models import WEIGHTS, edit_json, tiny_llama
@@ -24,10 +24,10 @@ SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "to
 # --- from mappings to accounts ------------------------------------------------------------------------------
 
 
-def holder(model: str, *files: tuple[str, int, int, int]) -> Holder:
+def holder(model: str, *files: tuple[str, int, float, int]) -> Holder:
     """Files as (name, rss, pss, private dirty), in pages; each file is ten pages long."""
     spans = tuple(
-        (("fe:00", ord(name)), Span(0, 1, "fe:00", ord(name), name, rss * PAGE, pss * PAGE, dirty * PAGE))
+        (("fe:00", ord(name)), Span(0, 1, "fe:00", ord(name), name, rss * PAGE, round(pss * PAGE), dirty * PAGE))
         for name, rss, pss, dirty in files
     )
     return Holder(model, 7, spans, {identity: 10 * PAGE for identity, _ in spans})
@@ -67,6 +67,37 @@ def test_the_sum_is_what_lies_in_memory_whoever_else_looks(ours: int, others: in
         Holder(h.model, 0, tuple((i, s._replace(pss=round(share * PAGE))) for i, s in h.spans), h.sizes) for h in held
     ]
     assert sum(p.pss for p in accounts(held)) == pytest.approx(resident * PAGE, abs=ours)
+
+
+# --- what processes share -----------------------------------------------------------------------------------
+
+X = ("fe:00", ord("x"))
+
+
+def test_shared_is_what_each_holds_less_what_all_take() -> None:
+    # nine pages of data behind a page of header, in three processes
+    held = [holder(model, ("x", 10, 10 / 3, 0), ("y", 5, 5, 0)) for model in "abc"]
+    assert shared_bytes(held, {X: 9 * PAGE}) == (3 * 9 - 10) * PAGE
+
+
+def test_a_file_that_holds_no_shared_tensor_is_not_shared() -> None:
+    assert shared_bytes([holder("a", ("x", 10, 5, 0)), holder("b", ("x", 10, 5, 0))], {}) == 0
+
+
+def test_copies_share_nothing() -> None:
+    y = ("fe:00", ord("y"))
+    assert shared_bytes([holder("a", ("x", 10, 10, 0)), holder("b", ("y", 10, 10, 0))], {X: PAGE, y: PAGE}) == 0
+
+
+def test_pages_that_were_written_to_are_not_shared() -> None:
+    held = [holder(model, ("x", 10, 7, 4)) for model in "ab"]
+    assert shared_bytes(held, {X: 9 * PAGE}) == (2 * 9 - 14) * PAGE
+
+
+@given(st.integers(1, 6), st.integers(0, 3), st.integers(1, 10), st.integers(0, 9 * PAGE))
+def test_never_more_is_shared_than_is_claimed(ours: int, others: int, resident: int, nbytes: int) -> None:
+    held = [holder(str(i), ("x", resident, resident / (ours + others), 0)) for i in range(ours)]
+    assert shared_bytes(held, {X: nbytes}) <= nbytes * (ours - 1) + ours
 
 
 # --- reading /proc ------------------------------------------------------------------------------------------

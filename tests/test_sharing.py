@@ -1,25 +1,33 @@
+import errno
 import json
-from collections.abc import Mapping
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from sandhi_core import sharing
-from sandhi_core.errors import ProofError
-from sandhi_core.memory import PAGE
+from sandhi_core.claims import MEMORY_SHARE
+from sandhi_core.disk import verify_disk
+from sandhi_core.errors import Problem, ProofError
+from sandhi_core.layout import read_manifest, sizes_match
+from sandhi_core.memory import PAGE, Holder, weight_files
 from sandhi_core.records import (
     Evaluation,
     MemoryComparison,
     MergedWeights,
-    ProcessMemory,
     SharingProof,
     TaskResult,
 )
 from sandhi_core.savings import savings
-from sandhi_core.sharing import MEMORY_SHARE, prove, verify
-from tests.exported import GATE, MODELS, UP, Case, make_case, make_models, stock
+from sandhi_core.sharing import prove, verify
+from tests.deployed import deployed
+from tests.exported import EMBED, GATE, MODELS, UP, Case, make_case, make_models, stock
 
 QUESTIONS = torch.arange(60).reshape(6, 10)
 
@@ -201,15 +209,52 @@ def test_less_saved_in_memory_than_claimed_fails(case: Case, expected: dict[str,
     assert problem == f"{claimed} bytes are claimed, processes that load the export save {least - 2}"
 
 
+def test_no_more_is_verified_in_memory_than_is_claimed(case: Case, expected: dict[str, Evaluation]) -> None:
+    claimed = savings(case.tensors, case.fingerprints).net
+    proof = proof_of(case, expected, in_memory=claimed + 3 * PAGE)
+    assert proof.passed and proof.verified_memory == claimed and proof.memory.saved == claimed + 3 * PAGE
+
+
+def test_an_export_that_lost_its_links_is_not_proved(case: Case, expected: dict[str, Evaluation]) -> None:
+    merged = case.export()
+    copied(case.root / merged.export, case.root / "plain").rename(gone(case.root / merged.export))
+    proof = proof_of(case, expected, merged)
+    assert not proof.passed and proof.verified_disk == 0
+    assert all("is a file of its own" in p for p in proof.problems)
+
+
 # --- verify -------------------------------------------------------------------------------------------------
 
 
+def copied(root: Path, target: Path) -> Path:
+    """As `cp -r` copies: every name becomes a file."""
+    return Path(shutil.copytree(root, target))
+
+
+def gone(root: Path) -> Path:
+    shutil.rmtree(root)
+    return root
+
+
+def messages(table: Mapping[str, Any]) -> list[str]:
+    return [Problem.model_validate(p).message for p in table["problems"]]
+
+
+def edited(root: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    path = root / "deployment.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.unlink()
+    path.write_text(json.dumps(document))
+    return root
+
+
 def test_verify_tells_what_an_export_holds(case: Case) -> None:
-    root, manifest = case.exported()
+    root = deployed(case)
     table, ok = verify(root)
     counted = savings(case.tensors, case.fingerprints)
-    assert ok and table["problems"] == []
-    assert table["manifest"] == manifest.digest
+    assert ok and table["ok"] is True and table["problems"] == []
+    assert table["manifest"] == read_manifest(root).digest
     assert table["bytes"] == {
         "models": counted.checkpoint_bytes,
         "distinct": counted.checkpoint_bytes - counted.net,
@@ -220,46 +265,209 @@ def test_verify_tells_what_an_export_holds(case: Case) -> None:
     assert table["memory"] is None
 
 
-def test_verify_measures_processes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, _ = case.exported()
-    sizes = {"rss": 10, "private_dirty": 0, "unmapped": 1}
+def test_verify_takes_the_manifest_for_its_directory(case: Case) -> None:
+    root = deployed(case)
+    assert verify(root / "sandhi.json") == verify(root)
+    with pytest.raises(ProofError, match=r"deployment.json: is a file, not the directory of an export"):
+        verify(root / "deployment.json")
 
-    def measure(directories: Mapping[str, Path]) -> tuple[ProcessMemory, ...]:
-        assert directories == {name: root / name for name in MODELS}
-        return tuple(ProcessMemory(model=name, pss=pss, **sizes) for pss, name in enumerate(MODELS, 5))
 
-    monkeypatch.setattr(sharing, "measure", measure)
-    table, ok = verify(root, memory=True)
-    assert ok
-    assert table["memory"]["processes"]["single"] == sizes | {"pss": 6}
-    assert table["memory"]["saved"] == 30 - (5 + 6 + 7)
+# --- verify: memory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_verify_measures_what_real_processes_share(case: Case) -> None:
+    table, ok = verify(deployed(case), memory=True)
+    claimed = savings(case.tensors, case.fingerprints).net
+    assert ok and table["problems"] == []
+    assert claimed - 3 * PAGE <= table["memory"]["shared"] <= claimed  # a header for each of three shared files
+    assert table["memory"]["processes"].keys() == set(MODELS)
+
+
+def nothing_mapped(directories: Mapping[str, Path]) -> tuple[Holder, ...]:
+    return tuple(Holder(name, 1, (), weight_files(path).sizes) for name, path in directories.items())
+
+
+def test_processes_that_share_nothing_are_a_problem(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "hold", nothing_mapped)
+    table, ok = verify(deployed(case), memory=True)
+    assert not ok and table["ok"] is False
+    assert table["memory"]["shared"] == 0
+    assert table["memory"]["processes"]["tied"] == {"rss": 0, "pss": 0, "private_dirty": 0, "unmapped": 1}
+    assert messages(table) == [
+        f"{savings(case.tensors, case.fingerprints).net} bytes are claimed, processes that load the export share 0"
+    ]
+
+
+def test_models_that_cannot_be_loaded_are_a_problem(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold(directories: Mapping[str, Path]) -> tuple[Holder, ...]:
+        raise ProofError("stock transformers cannot load it", model="tied", remedy="mend it")
+
+    monkeypatch.setattr(sharing, "hold", hold)
+    table, ok = verify(deployed(case), memory=True)
+    assert not ok and messages(table) == ["stock transformers cannot load it"] and table["memory"] is None
+
+
+def test_nothing_is_loaded_from_an_export_that_is_not_sound(case: Case) -> None:
+    table, ok = verify(edited(deployed(case), lambda d: d["claims"].update(claimed=1)), memory=True)
+    assert not ok and table["memory"] is None
+
+
+# --- verify: links ------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_lost_the_links_is_a_problem(case: Case, tmp_path: Path) -> None:
+    root = deployed(case)
+    table, ok = verify(copied(root, tmp_path / "copy"))
+    assert not ok and table["bytes"]["shared"] == 0
+    problems = [p for p in table["problems"] if p["severity"] == "error"]
+    assert [(p["code"], p["model"]) for p in problems] == [("export-links", "single"), ("export-links", "tied")]
+    assert all("`cp -a`" in p["remedy"] for p in problems)
+    tensors = read_manifest(root).models["single"].tensors
+    assert problems[0]["file"] in {tensors[t].file for t in (GATE, UP, EMBED)}
+    again = sum(tensors[t].nbytes for t in (GATE, UP, EMBED))
+    assert f"as 2 more of this model are; the manifest says hardlink: {again} bytes" in problems[0]["message"]
+    assert not sizes_match(tmp_path / "copy", read_manifest(root)) and sizes_match(root, read_manifest(root))
+
+
+def test_a_build_links_again_what_a_copy_unlinked(case: Case) -> None:
+    root = deployed(case)
+    copied(root, case.root / "plain").rename(gone(root))
+    assert case.exported()[0] == root
+    assert verify_disk(root, read_manifest(root)).problems == ()
+
+
+def test_a_copy_with_links_is_sound_but_its_commands_serve_from_elsewhere(case: Case, tmp_path: Path) -> None:
+    root = deployed(case)
+    subprocess.run(["cp", "-a", root, tmp_path / "copy"], check=True)
+    table, ok = verify(tmp_path / "copy")
+    assert ok and table["ok"] is True
+    assert [(p["severity"], p["message"]) for p in table["problems"]] == [
+        ("warning", f"its commands serve from {root}, not from here")
+    ]
+
+
+def test_files_declared_as_copies_are_as_declared_but_save_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", refuse)
+        root = deployed(case)
+    table, ok = verify(root)
+    assert {row["linked"] for row in table["models"].values()} == {"copy"}
+    claimed = savings(case.tensors, case.fingerprints).net
+    assert not ok and messages(table) == [f"the files share 0 of {claimed} bytes"]
+
+
+# --- verify: deployment -------------------------------------------------------------------------------------
+
+
+Edit = Callable[[dict[str, Any]], object]
+EDITS: dict[str, Edit] = {
+    "pool": lambda d: d.update(pool="other"),
+    "point": lambda d: d.update(point="other"),
+    "claims.checkpoint_bytes": lambda d: d["claims"].update(checkpoint_bytes=1),
+    "claims.duplicates": lambda d: d["claims"].update(duplicates=0),
+    "claims.claimed": lambda d: d["claims"].update(claimed=d["claims"]["claimed"] + 1),
+    "claims.verified_disk": lambda d: d["claims"].update(verified_disk=0),
+    "claims.verified_memory": lambda d: d["claims"].update(verified_memory=d["claims"]["claimed"] + 1),
+    "memory.weights_bytes_after": lambda d: d["memory"].update(weights_bytes_after=1),
+    "memory.fits_before": lambda d: d["memory"].update(fits_before=False),
+    "starting order": lambda d: d["servers"].reverse(),
+    "servers.*.directory": lambda d: d["servers"][0].update(directory="elsewhere"),
+    "servers.*.weights": lambda d: d["servers"][0].update(weights="others"),
+    "servers.*.port": lambda d: d["servers"][0].update(port=1),
+    "servers.*.dtype": lambda d: d["servers"][0].update(dtype="bfloat16"),
+    "servers.*.max_model_len": lambda d: d["servers"][0].update(max_model_len=None),
+    "servers.*.shell": lambda d: d["servers"][0].update(shell="true"),
+    "servers.*.command": lambda d: d["servers"][0]["command"].__setitem__(2, "/elsewhere"),
+    "servers.*.memory.weights_bytes": lambda d: d["servers"][0]["memory"].update(weights_bytes=1),
+    "servers.*.memory.shared_bytes": lambda d: d["servers"][0]["memory"].update(shared_bytes=1),
+    "servers.*.memory.kv.layers": lambda d: d["servers"][0]["memory"]["kv"].update(layers=1),
+    "servers.*.memory.after.kv_tokens": lambda d: d["servers"][0]["memory"]["after"].update(kv_tokens=1),
+}
+
+
+@pytest.fixture(scope="module")
+def held(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """One export for all edits, and its deployment as it was written."""
+    root = deployed(make_case(tmp_path_factory.mktemp("held"), directories))
+    return root, (root / "deployment.json").read_bytes()
+
+
+@pytest.mark.parametrize("figure", EDITS)
+def test_every_figure_of_the_deployment_is_held_to_the_export(held: tuple[Path, bytes], figure: str) -> None:
+    root, written = held
+    (root / "deployment.json").unlink()
+    (root / "deployment.json").write_bytes(written)
+    first = json.loads((root / "deployment.json").read_text())["servers"][0]["model"]
+    table, ok = verify(edited(root, EDITS[figure]))
+    assert not ok and table["ok"] is False
+    assert {(p["code"], p["file"]) for p in table["problems"]} == {("deployment", "deployment.json")}
+    expected = figure.replace("*", first)
+    (problem,) = [p for p in table["problems"] if p["message"].startswith(f"{expected} is ")]
+    assert problem["model"] == (first if "*" in figure else None)
+    assert len(table["problems"]) == 1 or figure == "starting order"
+
+
+def test_what_was_measured_elsewhere_is_left_as_it_is(case: Case) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["claims"].update(measured_with="other processes")
+        document["servers"][0].update(notes=["in other words"])
+        document["memory"].update(basis="in other words")
+
+    assert verify(edited(deployed(case), change))[0]["problems"] == []
+
+
+def test_another_place_in_the_deployment_is_seen_in_every_command(case: Case) -> None:
+    table, ok = verify(edited(deployed(case), lambda d: d.update(export="/elsewhere")))
+    assert not ok and sum("command is not what follows" in m for m in messages(table)) == len(MODELS)
+
+
+def test_servers_are_those_of_the_export(case: Case) -> None:
+    table, ok = verify(edited(deployed(case), lambda d: d["servers"].pop()))
+    assert not ok and messages(table)[0].endswith("; the export holds sharded, single, tied")
 
 
 def test_verify_holds_an_export_to_the_deployments_digest(case: Case) -> None:
-    root, manifest = case.exported()
-    deployment = root / "deployment.json"
-    deployment.write_text(json.dumps({"manifest": manifest.digest}))
-    assert verify(root)[1]
-    deployment.write_text(json.dumps({"manifest": "0" * 64}))
-    table, ok = verify(root)
-    assert not ok and table["problems"] == [f"the manifest is {manifest.digest}, deployment.json says {'0' * 64}"]
+    root = deployed(case)
+    table, ok = verify(edited(root, lambda d: d.update(manifest="0" * 64)))
+    assert not ok
+    assert messages(table) == [f"is of manifest {'0' * 64}, the export's is {read_manifest(root).digest}"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"manifest": ""}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"manifest": ""}', "[" * 5000, "\udcff"])
 def test_verify_needs_a_deployment_that_can_be_read(case: Case, text: str) -> None:
     root, _ = case.exported()
-    (root / "deployment.json").write_text(text)
+    (root / "deployment.json").write_bytes(text.encode(errors="surrogateescape"))
     table, ok = verify(root)
-    assert not ok and "says nothing" in table["problems"][0]
+    assert not ok and messages(table)[0].startswith("is no deployment specification: ")
+
+
+def test_verify_needs_a_deployment(case: Case) -> None:
+    root, _ = case.exported()
+    table, ok = verify(root)
+    assert not ok and messages(table) == ["is missing: nothing says that this export was proved"]
+    (root / "deployment.json").symlink_to("/elsewhere")
+    assert messages(verify(root)[0]) == ["is a link to nothing: nothing says that this export was proved"]
+
+
+def test_a_damaged_configuration_is_told_once(case: Case) -> None:
+    root = deployed(case)
+    path = root / "tied" / "config.json"
+    path.unlink()
+    path.write_text("{")
+    assert messages(verify(root)[0]) == ["differs from what was exported"]
 
 
 def test_verify_knows_a_manifest_that_was_written_anew(case: Case) -> None:
-    root, manifest = case.exported()
-    forged = manifest.model_copy(update={"point": "another"})
+    root = deployed(case)
+    forged = read_manifest(root).model_copy(update={"point": "another"})
     (root / "sandhi.json").unlink()
     (root / "sandhi.json").write_bytes(forged.canonical())
     table, ok = verify(root)
-    assert not ok and table["problems"] == [f"the manifest is {forged.digest}, the directory's name says {root.name}"]
+    assert not ok and messages(table)[0].endswith(f"the export's is {forged.digest}")
 
 
 def test_verify_needs_a_manifest(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sandhi_core.deploy import vllm
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, memory_of
@@ -75,6 +75,15 @@ class DeploymentSpec(Record):
     notes: tuple[str, ...]
 
 
+class Scored(NamedTuple):
+    """What a specification says of a model from elsewhere than the export."""
+
+    original: str  # digest of the fingerprint
+    dtype: str  # as the pool file asks
+    steps: int
+    tasks: dict[str, HoldoutTask]
+
+
 def deployment_spec(
     pool: Pool,
     manifest: Manifest,
@@ -93,18 +102,13 @@ def deployment_spec(
     """
     _refuse_unproved(manifest, proof, holdouts)
     export_root = export_root.absolute()
+    asked = pool.evaluation.dtype
+    scored = {
+        name: Scored(fingerprints[name].digest, asked, holdouts[name].steps, holdouts[name].tasks)
+        for name in manifest.models
+    }
     dtypes = {name: fingerprints[name].dtype for name in manifest.models}
-    served = {name: vllm.served_dtype(name, dtype) for name, dtype in dtypes.items()}
-    memory, models = memory_of(pool.deploy.device_bytes, manifest, configs, dtypes)
-    # The largest starts while most of the device is free.
-    order = sorted(models, key=lambda name: (-models[name].weights_bytes, name))
-    servers = []
-    for place, name in enumerate(order):
-        directory = export_root / manifest.models[name].directory
-        launch = vllm.launch(name, directory, place, served[name], configs[name], memory, models[name])
-        original = fingerprints[name].digest
-        scored = pool.evaluation.dtype
-        servers.append(_server(name, manifest.models[name], holdouts[name], original, scored, launch, models[name]))
+    memory, servers = serve(export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
     return DeploymentSpec(
         pool=pool.name,
         point=points.deployed.name,
@@ -114,9 +118,30 @@ def deployment_spec(
         proof=proof.digest,
         claims=_claims(proof),
         memory=memory,
-        servers=tuple(servers),
+        servers=servers,
         notes=vllm.pool_notes(memory),
     )
+
+
+def serve(
+    export_root: Path,
+    manifest: Manifest,
+    configs: Mapping[str, Mapping[str, Any]],
+    dtypes: Mapping[str, str],
+    device_bytes: int,
+    scored: Mapping[str, Scored],
+) -> tuple[PoolMemory, tuple[Server, ...]]:
+    """The sizes of a pool on its device, and its servers in starting order. Raises as `deployment_spec` does."""
+    served = {name: vllm.served_dtype(name, dtypes[name]) for name in manifest.models}
+    memory, models = memory_of(device_bytes, manifest, configs, dtypes)
+    # The largest starts while most of the device is free.
+    order = sorted(models, key=lambda name: (-models[name].weights_bytes, name))
+    servers = []
+    for place, name in enumerate(order):
+        directory = export_root / manifest.models[name].directory
+        launch = vllm.launch(name, directory, place, served[name], configs[name], memory, models[name])
+        servers.append(_server(name, manifest.models[name], scored[name], launch, models[name]))
+    return memory, tuple(servers)
 
 
 def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[str, HoldoutScore]) -> None:
@@ -139,29 +164,21 @@ def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[
             )
 
 
-def _server(
-    name: str,
-    model: ExportedModel,
-    holdout: HoldoutScore,
-    original: str,
-    scored_dtype: str,
-    launch: vllm.Launch,
-    memory: ModelMemory,
-) -> Server:
+def _server(name: str, model: ExportedModel, scored: Scored, launch: vllm.Launch, memory: ModelMemory) -> Server:
     notes = launch.notes
-    if scored_dtype != launch.dtype:
-        how = "float32 on a CPU, the weights' own dtype elsewhere" if scored_dtype == "auto" else scored_dtype
+    if scored.dtype != launch.dtype:
+        how = "float32 on a CPU, the weights' own dtype elsewhere" if scored.dtype == "auto" else scored.dtype
         notes += (f"scored in {how}; served in {launch.dtype}, answers near a tie can differ by rounding",)
     return Server(
         model=name,
         directory=model.directory,
         weights=model.weights,
-        original=original,
-        steps=holdout.steps,
-        tasks=holdout.tasks,
+        original=scored.original,
+        steps=scored.steps,
+        tasks=scored.tasks,
         port=launch.port,
         dtype=launch.dtype,
-        scored_dtype=scored_dtype,
+        scored_dtype=scored.dtype,
         max_model_len=launch.max_model_len,
         command=launch.command,
         shell=shlex.join(launch.command),

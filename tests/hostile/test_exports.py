@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from sandhi_core.disk import verify_disk
-from sandhi_core.errors import ProofError
+from sandhi_core.errors import Problem, ProofError
 from sandhi_core.layout import INDEX, MANIFEST, PRIVATE, read_manifest
 from sandhi_core.safetensors_file import Entry, map_file, write_safetensors
 from sandhi_core.sharing import verify
-from tests.exported import EMBED, GATE, MODELS, NORM, make_case, make_models
+from tests.deployed import deployed
+from tests.exported import EMBED, GATE, MODELS, NORM, UP, make_case, make_models
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -26,7 +27,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def sound(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_case(tmp_path_factory.mktemp("sound"), directories).exported()[0]
+    return deployed(make_case(tmp_path_factory.mktemp("sound"), directories))
 
 
 @pytest.fixture
@@ -172,18 +173,25 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
 }
 
 
+def told(problem: Problem) -> str:
+    where = ", ".join(f"{k} {v}" for k in ("model", "file") if (v := getattr(problem, k)))
+    return f"{where}: {f'tensor {problem.tensor}: ' if problem.tensor else ''}{problem.message}"
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_damage_is_found_and_named(kind: str, export: Path) -> None:
     where, damage, problems = DAMAGES[kind]
     manifest = read_manifest(export)
     gate = manifest.models["single"].tensors[GATE].file
     damage(export / where.format(gate=gate))
-    found = verify_disk(export, manifest).problems
+    disk = verify_disk(export, manifest).problems
+    found = [told(problem) for problem in disk]
     assert len(found) == len(problems), found
     for problem in problems:
         assert any(problem.format(gate=gate) in f for f in found), (problem, found)
     table, ok = verify(export)
-    assert not ok and table["problems"] == list(found)
+    assert not ok and table["problems"][: len(disk)] == [problem.model_dump() for problem in disk]
+    assert all(p["severity"] == "warning" for p in table["problems"][len(disk) :])  # the copy is not where it was
 
 
 def test_all_damages_are_told_at_once(export: Path) -> None:
@@ -194,16 +202,30 @@ def test_all_damages_are_told_at_once(export: Path) -> None:
     assert len(verify_disk(export, manifest).problems) == 2 * len(MODELS)
 
 
-def test_a_copy_in_the_place_of_a_link_is_right_but_shares_nothing(export: Path) -> None:
+@pytest.mark.parametrize(
+    ("models", "tensor", "named"),
+    [
+        (("single",), EMBED, {"single"}),
+        (("sharded",), UP, {"sharded"}),  # the first one by name, but the others still hold one file
+        (("single", "tied"), UP, {"single", "tied"}),
+    ],
+)
+def test_a_copy_in_the_place_of_a_link_holds_the_right_bytes_and_is_named(
+    export: Path, models: tuple[str, ...], tensor: str, named: set[str]
+) -> None:
     manifest = read_manifest(export)
     before = verify_disk(export, manifest)
-    path = export / "single" / manifest.models["single"].tensors[EMBED].file
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data)
+    for model in models:
+        path = export / model / manifest.models[model].tensors[tensor].file
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
     after = verify_disk(export, manifest)
-    assert after.problems == ()
-    assert before.shared_bytes - after.shared_bytes == manifest.models["single"].tensors[EMBED].nbytes
+    lost = manifest.models[models[0]].tensors[tensor]
+    assert {p.model for p in after.problems} == named
+    assert {(p.code, p.file) for p in after.problems} == {("export-links", lost.file)}
+    assert before.shared_bytes - after.shared_bytes == lost.nbytes * len(models)
+    assert not verify(export)[1]
 
 
 # --- manifests that lie -------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""What an export claims to save, from its manifest alone."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from sandhi_core.layout import shards
+from sandhi_core.memory import PAGE
+from sandhi_core.records import ExportedTensor, Manifest
+
+MEMORY_SHARE = 0.9
+"""Part of the claimed bytes that processes must be seen to save."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Bytes: of all models' tensors, of exact duplicates held once, and of all tensors held once; and the least that
+    processes must be seen to save of the latter."""
+
+    checkpoint_bytes: int
+    duplicates: int
+    claimed: int
+    least_in_memory: int
+
+
+def claims_of(manifest: Manifest) -> Claimed:
+    """The counts of `savings` over the tensors that share a file, as the manifest has them."""
+    holders: dict[tuple[str, str], list[ExportedTensor]] = defaultdict(list)
+    for model in manifest.models.values():
+        for name, tensor in model.tensors.items():
+            if tensor.sharing != "private":
+                holders[name, tensor.digest].append(tensor)
+    claimed = sum(held[0].nbytes * (len(held) - 1) for held in holders.values())
+    owners = ([t for t in held if t.sharing == "duplicate"] for held in holders.values())
+    return Claimed(
+        checkpoint_bytes=sum(t.nbytes for m in manifest.models.values() for t in m.tensors.values()),
+        duplicates=sum(own[0].nbytes * (len(own) - 1) for own in owners if own),
+        claimed=claimed,
+        least_in_memory=least_in_memory(claimed, manifest),
+    )
+
+
+def least_in_memory(claimed: int, manifest: Manifest) -> int:
+    """The part of `claimed` bytes that processes must save; a file's first and last page are mapped whole."""
+    files = sum(len(shards(model)) for model in manifest.models.values())
+    return int(MEMORY_SHARE * claimed) - 2 * PAGE * files
