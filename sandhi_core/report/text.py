@@ -2,18 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from sandhi_core.errors import Problem
 from sandhi_core.report.words import NOT_MEASURED, count, number, percent, signed, size, yes
 
-PIPE_WIDTH = 132
-"""Columns where the output is no terminal: wide enough that no table of a small pool wraps."""
+NEVER_FOLDED = 10_000
+"""Columns of every output: terminals fold lines by themselves, and whatever reads a pipe wants them whole."""
 
 _STYLES = {"error": "bold red", "warning": "yellow"}
 _BYTES = {
@@ -25,36 +27,58 @@ _BYTES = {
 }
 
 
-def _console() -> Console:
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
+def _console(stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, width=NEVER_FOLDED)
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, words: int) -> Table:
+@dataclass(frozen=True)
+class _Titled:
+    """A table below its title, without the blanks that rich puts at the ends of lines."""
+
+    title: str
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
+        for segments in console.render_lines(self.table, options, pad=False):
+            while segments and not segments[-1].text.strip():
+                segments.pop()
+            if segments:
+                *whole, last = segments
+                yield from whole
+                yield Segment(last.text.rstrip(), last.style)
+            yield Segment.line()
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, words: int) -> _Titled:
     """The first `words` columns hold text; what follows is numbers and stands to the right."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < words else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
+    return _Titled(title, table)
 
 
 def print_check(document: Mapping[str, Any]) -> None:
-    """Every problem with its remedy, then what a build would cost."""
+    """Every problem with its remedy on standard error; where none is an error, what a build would cost."""
+    _problems(document["problems"])
     console = _console()
-    _problems(console, document["problems"])
-    _cost(console, document["plan"])
-    errors = sum(p["severity"] == "error" for p in document["problems"])
-    console.print("sound" if document["ok"] else f"not sound: {count(errors, 'error')}")
+    if document["ok"]:
+        _cost(console, document["plan"])
+    console.print(_soundness(document))
 
 
-def _problems(console: Console, problems: Sequence[Mapping[str, Any]]) -> None:
+def _problems(problems: Sequence[Mapping[str, Any]]) -> None:
+    console = _console(stderr=True)
     for found in problems:
         problem = Problem.model_validate(found)
         console.print(Text(problem.line(), style=_STYLES[problem.severity]), soft_wrap=True)
+
+
+def _soundness(document: Mapping[str, Any]) -> str:
+    errors = sum(p["severity"] == "error" for p in document["problems"])
+    return "sound" if document["ok"] else f"not sound: {count(errors, 'error')}"
 
 
 def _cost(console: Console, plan: Mapping[str, Any]) -> None:
@@ -62,24 +86,35 @@ def _cost(console: Console, plan: Mapping[str, Any]) -> None:
         f"At most {plan['evaluations']:,} evaluations, {size(plan['bytes_read'])} read and "
         f"{size(plan['bytes_written'])} written."
     )
-    groups = [(g["key"], ", ".join(g["models"]), str(g["sets"]), size(g["nbytes"])) for g in plan["groups"]]
-    columns = ("group", "models", "sets of slots", "kept once")
-    console.print(_table("Models that can share", columns, groups, words=2))
+    groups = [
+        (g["key"], ", ".join(g["models"]), str(g["sets"]), size(g["nbytes"])) for g in plan["groups"] if g["sets"]
+    ]
+    if groups:
+        columns = ("group", "models", "matrices in common", "bytes of one copy of each")
+        console.print(_table("Models that can share", columns, groups, words=2))
+    else:
+        console.print("No two models can share a matrix.")
     if plan["excluded"]:
         alone = [(e["model"], e["reason"], str(e["slots"])) for e in plan["excluded"]]
-        console.print(_table("Slots without a partner", ("model", "reason", "slots"), alone, words=2))
+        console.print(_table("Matrices that cannot be shared", ("model", "reason", "matrices"), alone, words=2))
+
+
+_WHEN = {"stale": "will run", "waiting": "may run, if what it depends on changes"}
 
 
 def print_dry_run(document: Mapping[str, Any]) -> None:
-    """What a build would run now, what may become stale by that, and the cost of both."""
+    """What a build would run now, what may become stale by that, and the cost of both; problems on standard error."""
+    _problems(document["problems"])
     console = _console()
-    _problems(console, document["problems"])
-    rows = [(stage, key, state) for state in ("stale", "waiting") for stage, key in document[state]]
-    if not rows:
+    rows = [(stage, key, when) for state, when in _WHEN.items() for stage, key in document[state]]
+    if rows:
+        console.print(_table("What a build would run", ("stage", "for", "when"), rows, words=3))
+        if document["ok"]:
+            _cost(console, document["plan"])
+    elif document["ok"]:
         console.print("Nothing is stale.")
-        return
-    console.print(_table("What a build would run", ("stage", "key", "state"), rows, words=3))
-    _cost(console, document["plan"])
+    if not document["ok"]:
+        console.print(_soundness(document))
 
 
 def print_build(document: Mapping[str, Any]) -> None:
@@ -96,7 +131,7 @@ def print_build(document: Mapping[str, Any]) -> None:
     console.print(f"Ran {ran}; {count(scored, 'evaluation')}." if ran else "Nothing was stale, nothing ran.")
 
 
-def _models(name: str, pool: Mapping[str, Any]) -> Table:
+def _models(name: str, pool: Mapping[str, Any]) -> _Titled:
     columns = (
         "model",
         "task",
@@ -131,14 +166,14 @@ def _verdict(held: bool) -> Text:
     return Text(yes(held), style="green" if held else "bold red")
 
 
-def _bytes(found: Mapping[str, int]) -> Table:
+def _bytes(found: Mapping[str, int]) -> _Titled:
     whole = found["checkpoints"]
     rows = [(words, size(found[key]), f"{found[key]:,}", percent(found[key], whole)) for key, words in _BYTES.items()]
     return _table("Bytes", ("bytes", "size", "exactly", "of all"), rows, words=1)
 
 
 def print_verify(table: Mapping[str, Any]) -> None:
-    """What an export holds and shares, and everything that is not as its manifest says."""
+    """What an export holds and shares, and everything that is not as its manifest and deployment say."""
     console = _console()
     kinds = ("private", "duplicate", "merged")
     rows = [
@@ -151,20 +186,21 @@ def print_verify(table: Mapping[str, Any]) -> None:
         for model, row in table["models"].items()
     ]
     title = f"Export of pool {table['pool']} at point {table['point']}: tensors (bytes)"
-    columns = ("model", "private", "identical", "merged", "linked", "in memory")
+    columns = ("model", "private", "duplicate", "merged", "linked", "in memory (PSS)")
     console.print(_table(title, columns, rows, words=1))
     total, distinct = table["bytes"]["models"], table["bytes"]["distinct"]
     console.print(f"{size(total)} of weights in {size(distinct)} of files: {percent(total - distinct, total)} shared.")
     if table["memory"] is not None:
-        console.print(f"In memory {size(table['memory']['saved'])} are shared ({table['memory']['engine']}).")
-    for problem in table["problems"]:
-        console.print(Text(f"problem: {problem}", style=_STYLES["error"]), soft_wrap=True)
-    checked = count(table["tensors_checked"], "tensor")
-    verdict = f"{len(table['problems'])} problems" if table["problems"] else "every digest is as recorded"
-    console.print(f"{checked} re-read: {verdict}")
+        shared, engine = table["memory"]["shared"], table["memory"]["engine"]
+        console.print(f"In memory these processes share {size(shared)} of them ({engine}).")
+    _problems(table["problems"])
+    errors = sum(p["severity"] == "error" for p in table["problems"])
+    verdict = count(errors, "error") if errors else "everything is as recorded"
+    console.print(f"{count(table['tensors_checked'], 'tensor')} re-read: {verdict}")
 
 
 def _memory(table: Mapping[str, Any], model: str) -> str:
+    """A process's proportional set size: of its mappings of weight files, and of parameters that lie elsewhere."""
     if table["memory"] is None:
         return NOT_MEASURED
     process = table["memory"]["processes"][model]

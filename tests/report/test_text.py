@@ -7,7 +7,7 @@ import pytest
 from sandhi_core.errors import Problem
 from sandhi_core.report.text import print_build, print_check, print_dry_run, print_verify
 
-PLAN = {
+PLAN: dict[str, Any] = {
     "evaluations": 1234,
     "bytes_read": 3 * 2**20,
     "bytes_written": 2**20,
@@ -64,39 +64,55 @@ def problem(severity: Any) -> dict[str, Any]:
     return found.model_dump(mode="json")
 
 
-def test_check_lists_problems_with_remedies_and_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
+LINE = "non-finite: model [bold]sorter file a.safetensors tensor q: row 3 holds NaN (train it again)"
+
+
+def test_check_puts_problems_on_standard_error_and_no_cost_beside_errors(capsys: pytest.CaptureFixture[str]) -> None:
     print_check({"ok": False, "problems": [problem("error"), problem("warning")], "plan": PLAN})
+    assert capsys.readouterr() == ("not sound: 1 error\n", f"error: {LINE}\nwarning: {LINE}\n")
+
+
+def test_check_of_a_sound_pool_tells_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    print_check({"ok": True, "problems": [problem("warning")], "plan": PLAN})
     out, err = capsys.readouterr()
-    line = "non-finite: model [bold]sorter file a.safetensors tensor q: row 3 holds NaN (train it again)"
-    assert f"error: {line}\nwarning: {line}\n" in out
     assert "At most 1,234 evaluations, 3.00 MiB read and 1.00 MiB written." in out
     assert "demo.h128-bf16" in out and "no other model agrees" in out
-    assert out.endswith("not sound: 1 error\n")
-    assert err == ""
+    assert out.endswith("sound\n")
+    assert err == f"warning: {LINE}\n"
 
 
-def test_check_of_a_sound_pool(capsys: pytest.CaptureFixture[str]) -> None:
-    print_check({"ok": True, "problems": [], "plan": PLAN | {"excluded": []}})
+def test_only_models_that_can_share_are_listed_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = {"key": "demo.h96-bf16", "models": ["roman"], "sets": 0, "nbytes": 0}
+    print_check({"ok": True, "problems": [], "plan": PLAN | {"groups": [*PLAN["groups"], alone], "excluded": []}})
     out = capsys.readouterr().out
-    assert out.endswith("sound\n") and "without a partner" not in out
+    assert "demo.h128-bf16" in out and "demo.h96-bf16" not in out and "cannot be shared" not in out
+    print_check({"ok": True, "problems": [], "plan": PLAN | {"groups": [alone]}})
+    assert "No two models can share a matrix." in capsys.readouterr().out
 
 
-def test_a_dry_run_lists_what_is_stale_and_what_waits(capsys: pytest.CaptureFixture[str]) -> None:
-    print_dry_run(
-        {
-            "ok": True,
-            "problems": [],
-            "stale": [["profile", "sorter"]],
-            "waiting": [["groups", "demo.h128"]],
-            "plan": PLAN,
-        }
-    )
-    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert "profile sorter stale" in lines and "groups demo.h128 waiting" in lines
+def dry_run(**changes: Any) -> dict[str, Any]:
+    stale, waiting = [["profile", "sorter"]], [["groups", "demo.h128"]]
+    return {"ok": True, "problems": [], "stale": stale, "waiting": waiting, "plan": PLAN} | changes
+
+
+def test_a_dry_run_lists_what_will_run_and_what_may(capsys: pytest.CaptureFixture[str]) -> None:
+    print_dry_run(dry_run())
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "profile sorter will run" in lines
+    assert "groups demo.h128 may run, if what it depends on changes" in lines
+    assert "At most 1,234 evaluations" in out
+
+
+def test_a_dry_run_of_an_unsound_pool_tells_no_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    print_dry_run(dry_run(ok=False, problems=[problem("error")]))
+    out, err = capsys.readouterr()
+    assert "At most" not in out and out.endswith("not sound: 1 error\n")
+    assert err == f"error: {LINE}\n"
 
 
 def test_a_dry_run_with_nothing_stale(capsys: pytest.CaptureFixture[str]) -> None:
-    print_dry_run({"ok": True, "problems": [], "stale": [], "waiting": [], "plan": PLAN})
+    print_dry_run(dry_run(stale=[], waiting=[]))
     assert capsys.readouterr().out == "Nothing is stale.\n"
 
 
@@ -109,6 +125,19 @@ def test_build_shows_every_task_and_the_bytes(capsys: pytest.CaptureFixture[str]
     assert "/srv/reports/demo/report.html" in out
     assert out.endswith("Ran 2 checkpoint, 1 profile; 42 evaluations.\n")
     assert max(map(len, out.splitlines())) <= 132
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_lines_are_whole_and_end_without_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = [[f"stage_number_{n}", "key"] for n in range(30)]
+    print_build(build_document() | {"ran": ran})
+    reason = "word " * 60 + "end"
+    excluded = [{"model": "roman", "slots": 28, "reason": reason}]
+    print_check({"ok": True, "problems": [], "plan": PLAN | {"excluded": excluded}})
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Ran 1 stage_number_0,") and line.endswith("; 42 evaluations.") for line in lines)
+    assert any(reason in line for line in lines)
+    assert all(line == line.rstrip() for line in lines)
 
 
 def test_build_that_had_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +156,7 @@ def verify_table(**changes: Any) -> dict[str, Any]:
     part = {"tensors": 3, "bytes": 3 * 2**10}
     row = {"weights": "w", "linked": "hardlink", "private": part, "duplicate": part, "merged": part}
     return {
+        "ok": True,
         "export": "/e",
         "manifest": "ab",
         "pool": "demo",
@@ -143,19 +173,25 @@ def test_verify_of_a_sound_export(capsys: pytest.CaptureFixture[str]) -> None:
     print_verify(verify_table())
     out = capsys.readouterr().out
     assert "not measured" in out and "hardlink" in out and "25.0 % shared" in out
-    assert out.endswith("18 tensors re-read: every digest is as recorded\n")
+    assert "duplicate" in out and "identical" not in out  # the manifest's word
+    assert out.endswith("18 tensors re-read: everything is as recorded\n")
 
 
 def test_verify_with_memory(capsys: pytest.CaptureFixture[str]) -> None:
     process = {"rss": 9, "pss": 2**20, "private_dirty": 0, "unmapped": 2**20}
-    memory = {"engine": "transformers", "processes": {"sorter": process, "ranker": process}, "saved": 2**30}
+    memory = {"engine": "transformers", "processes": {"sorter": process, "ranker": process}, "shared": 2**30}
     print_verify(verify_table(memory=memory))
     out = capsys.readouterr().out
-    assert out.count("2.00 MiB") == 2 and "In memory 1.00 GiB are shared (transformers)." in out
+    assert "in memory (PSS)" in out and out.count("2.00 MiB") == 2
+    assert "In memory these processes share 1.00 GiB of them (transformers)." in out
 
 
 def test_verify_names_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    print_verify(verify_table(problems=["sorter: [link=x]q[/link] differs", "extra file"]))
-    out = capsys.readouterr().out
-    assert "problem: sorter: [link=x]q[/link] differs\nproblem: extra file\n" in out
-    assert out.endswith("18 tensors re-read: 2 problems\n")
+    error = {"code": "export-file", "severity": "error", "model": "sorter", "file": "[link=x]q[/link]"}
+    error |= {"message": "is missing", "remedy": "restore it"}
+    warning = {"code": "deployment", "severity": "warning", "message": "elsewhere", "remedy": "serve there"}
+    print_verify(verify_table(ok=False, problems=[error, error, warning]))
+    out, err = capsys.readouterr()
+    assert "error: export-file: model sorter file [link=x]q[/link]: is missing (restore it)\n" in err
+    assert "warning: deployment: elsewhere (serve there)\n" in err
+    assert out.endswith("18 tensors re-read: 2 errors\n")
