@@ -14,14 +14,14 @@ def run(job: Job) -> Outcome:
     fingerprint = job.bench.fingerprint(entry.name)
     evaluator = job.bench.evaluator(pool, entry)
 
-    def score(tensors: dict[str, str], lowest_layer: int) -> Evaluation:
-        return evaluator.evaluate("search", merged_weights(fingerprint, tensors, job.bench.store), lowest_layer)
+    def score(tensors: dict[str, str]) -> Evaluation:
+        return evaluator.evaluate("search", merged_weights(fingerprint, tensors, job.bench.store))
 
     record = search(
         plan,
         pool.search,
         pool.tolerance(entry),
-        score({}, 0),
+        score({}),
         job.bench.shared_tensors().digest,
         score,
     )

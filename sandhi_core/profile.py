@@ -78,7 +78,7 @@ def profile(
             slots = {slot.tensor: slot for slot in components[component, layer]}
             key = noise_key(identity, seed, layer, component)
             weights = Weights(key, dict.fromkeys(slots, key), partial(_noise, fingerprint, checkpoint, seed, slots))
-            scored[component, layer].append(evaluator.evaluate("profile", weights, lowest_layer=layer))
+            scored[component, layer].append(evaluator.evaluate("profile", weights))
     return Profile(
         model=model,
         fingerprint=identity,

@@ -14,9 +14,9 @@ from sandhi_core.cutoffs import drops_of, within
 from sandhi_core.pool import SearchSettings
 from sandhi_core.records import Evaluation, Plan, PlannedStep, Recipe, Scores, Step, Trajectory
 
-Score = Callable[[dict[str, str], int], Evaluation]
-"""(tensor name to shared digest for all that is accepted and tried, the lowest layer among them) to an
-evaluation. Layers below the lowest hold the original's weights."""
+Score = Callable[[dict[str, str]], Evaluation]
+"""The original's weights with these tensors (name to shared digest; all that is accepted and tried) to an
+evaluation."""
 
 
 @dataclass(frozen=True)
@@ -145,4 +145,4 @@ def _step(index: int, planned: PlannedStep, shared: Callable[[Recipe], str]) -> 
 
 def _scored(steps: Sequence[Step], score: Score) -> Scores:
     tensors = {name: digest for step in steps for name, digest in step.tensors.items()}
-    return score(tensors, min(step.layer for step in steps)).scores
+    return score(tensors).scores

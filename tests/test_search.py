@@ -62,11 +62,11 @@ class Scorer:
     def __init__(self, damage: Sequence[float], of: Callable[[set[int]], float] | None = None) -> None:
         self.damage = damage
         self.of = of or (lambda steps: sum(damage[i] for i in sorted(steps)))
-        self.asked: list[tuple[frozenset[int], int]] = []
+        self.asked: list[frozenset[int]] = []
 
-    def __call__(self, tensors: dict[str, str], lowest_layer: int) -> Evaluation:
+    def __call__(self, tensors: dict[str, str]) -> Evaluation:
         steps = frozenset(int(d) for d in tensors.values())
-        self.asked.append((steps, lowest_layer))
+        self.asked.append(steps)
         return evaluation({"task": 0.9 - self.of(set(steps))})
 
 
@@ -83,7 +83,7 @@ def test_stride_one_scores_every_step_and_keeps_what_holds() -> None:
     found = walk(plan(5), ONE, score)
     assert decisions(found) == "+-+-+"
     assert found.evaluations == len(score.asked) == 5
-    assert [steps for steps, _ in score.asked] == [{0}, {0, 1}, {0, 2}, {0, 2, 3}, {0, 2, 4}]
+    assert score.asked == [{0}, {0, 1}, {0, 2}, {0, 2, 3}, {0, 2, 4}]
     assert [round(s.scores["task"], 6) for s in found.steps if s.scores] == [0.89, 0.83, 0.87, 0.84, 0.85]
     assert tensors_at(found, 5) == {"t0": "0", "t2": "2", "t4": "4"}
 
@@ -94,7 +94,7 @@ def test_gallop_doubles_and_bisects_to_the_step_that_fails() -> None:
     score = Scorer(damage)
     found = walk(plan(16), GALLOP, score)
     assert decisions(found) == "+++++++++-++++++"
-    tried = [sorted(steps)[-1] for steps, _ in score.asked]
+    tried = [sorted(steps)[-1] for steps in score.asked]
     assert tried == [0, 2, 6, 14, 10, 8, 9, 10, 12, 15]
     unscored = [s.index for s in found.steps if s.scores is None]
     assert unscored == [1, 3, 4, 5, 7, 11, 13, 14]
@@ -103,18 +103,11 @@ def test_gallop_doubles_and_bisects_to_the_step_that_fails() -> None:
     assert rejected is not None and rejected["task"] == pytest.approx(-0.1)
 
 
-def test_lowest_layer_is_that_of_everything_accepted_and_tried() -> None:
-    steps = plan(5)  # layers 0 2 4 1 3
-    score = Scorer([1.0, 0.0, 0.0, 0.0, 0.0])
-    walk(steps, ONE, score)
-    assert [low for _, low in score.asked] == [0, 2, 2, 1, 1]
-
-
 def test_a_later_write_to_the_same_tensor_wins() -> None:
     score = Scorer([0.0, 0.0])
     found = walk(plan(2, ["same", "same"]), ONE, score)
     assert tensors_at(found, 2) == {"same": "1"} and tensors_at(found, 1) == {"same": "0"}
-    assert [steps for steps, _ in score.asked] == [{0}, {1}]
+    assert score.asked == [{0}, {1}]
 
 
 def test_every_task_has_to_hold_in_its_own_direction() -> None:
@@ -126,7 +119,7 @@ def test_every_task_has_to_hold_in_its_own_direction() -> None:
     )
     outcomes = iter([(0.88, 2.0), (0.9, 3.3), (0.87, 3.0), (0.95, 3.2)])
 
-    def score(tensors: dict[str, str], lowest_layer: int) -> Evaluation:
+    def score(tensors: dict[str, str]) -> Evaluation:
         acc, perplexity = next(outcomes)
         tasks = evaluation({"acc": acc}).tasks
         return baseline.model_copy(
@@ -194,7 +187,7 @@ def test_every_scored_prefix_is_within_tolerance_whatever_the_scores(
 ) -> None:
     score = Scorer([0.0] * steps, of=lambda chosen: (hash((seed, *sorted(chosen))) % 1000) / 10_000)
     found = walk(plan(steps), settings, score)
-    seen = {chosen: 0.9 - score.of(set(chosen)) for chosen, _ in score.asked}
+    seen = {chosen: 0.9 - score.of(set(chosen)) for chosen in score.asked}
     for step in found.steps:
         if step.decision == "accepted" and step.scores is not None:
             chosen = frozenset(int(d) for d in tensors_at(found, step.index + 1).values())
@@ -211,12 +204,12 @@ def test_a_killed_walk_repeats_itself_from_the_score_log(
     steps, log = plan(len(damage)), dict[str, Evaluation]()
 
     def logged(score: Scorer, limit: int | None) -> Callable[[dict[str, str], int], Evaluation]:
-        def inner(tensors: dict[str, str], lowest_layer: int) -> Evaluation:
+        def inner(tensors: dict[str, str]) -> Evaluation:
             key = str(sorted(tensors.items()))
             if key not in log:
                 if limit is not None and len(log) >= limit:
                     raise KeyboardInterrupt
-                log[key] = score(tensors, lowest_layer)
+                log[key] = score(tensors)
             return log[key]
 
         return inner
@@ -228,5 +221,5 @@ def test_a_killed_walk_repeats_itself_from_the_score_log(
         search(steps, settings, {"task": 0.05}, baseline, shared, logged(first, killed_after))
     resumed = search(steps, settings, {"task": 0.05}, baseline, shared, logged(second, None))
     assert resumed.canonical() == whole.canonical()
-    asked = [steps for steps, _ in first.asked + second.asked]
+    asked = first.asked + second.asked
     assert len(asked) == len(set(asked))

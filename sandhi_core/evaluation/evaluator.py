@@ -78,8 +78,8 @@ class Evaluator:
         self.resident: Resident | None = None
         self.evaluations = 0
 
-    def evaluate(self, split: Split, weights: Weights, lowest_layer: int = 0) -> Evaluation:
-        """Score `weights` on a split, or find the score in the log. `lowest_layer`: no layer below it is changed.
+    def evaluate(self, split: Split, weights: Weights) -> Evaluation:
+        """Score `weights` on a split, or find the score in the log.
 
         Raises EvaluationError where the model cannot be loaded, a replacement does not fit it, or the original
         answers with NaN (changed weights that do are scored: such answers are wrong).
@@ -92,7 +92,7 @@ class Evaluator:
         if self.resident is None:
             self.resident = Resident(self._directory, self._entry.name, self._settings)
         self.resident.hold(weights.tensors, weights.read)
-        tasks = self.resident.answers(self.suite, split, lowest_layer)
+        tasks = self.resident.answers(self.suite, split)
         if not weights.tensors:
             self._require_answers(split)
         evaluation = Evaluation(weights=weights.key, context=context, split=split, tasks=tasks)
@@ -118,7 +118,7 @@ def score_directory(
 ) -> dict[str, TaskResult]:
     """What stock transformers makes of the files in `directory`; nothing is logged or looked up."""
     resident = Resident(directory, entry.name, settings)
-    return resident.answers(load_tasks(entry, settings, cache_directory), split, 0)
+    return resident.answers(load_tasks(entry, settings, cache_directory), split)
 
 
 def _context(suite: Suite, split: Split, settings: EvaluationSettings) -> str:

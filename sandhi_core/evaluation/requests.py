@@ -97,8 +97,8 @@ def _lm_eval_task(include: Path | None, name: str, cache_directory: Path) -> Any
         return TaskManager(include_defaults=False).load([config])["tasks"][name]
     manager = _own_tasks()
     if name not in manager.all_subtasks:
-        where = f"below {include} and among lm-eval's own" if include else "among lm-eval's own"
-        kind = "is a group of tasks" if name in manager.all_tasks else f"is not {where}"
+        where = f"neither below {include} nor among lm-eval's own" if include else "not among lm-eval's own"
+        kind = "is a group of tasks" if name in manager.all_tasks else f"is {where}"
         raise TaskError(
             f"task {name!r} {kind}",
             remedy="name a single task, and set evaluation.include_path to its folder",

@@ -11,7 +11,7 @@ from torch import Tensor
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.conditions import device_of, dtype_of
-from sandhi_core.evaluation.scorer import PlainScorer, Scorer
+from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
 from sandhi_core.records import Split, TaskResult
@@ -35,7 +35,7 @@ class Resident:
         self._batch_tokens = settings.batch_tokens
         self._held: dict[str, str] = {}  # tensors that are replaced now: what names their bytes
         self.model, tokenizer = self._load(settings)
-        self.scorer: Scorer = PlainScorer(self.model, tokenizer, settings.batch_tokens)
+        self.scorer = PackedLM(self.model, tokenizer, settings.batch_tokens)
 
     def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
         try:
@@ -64,11 +64,11 @@ class Resident:
             )
         return model, tokenizer
 
-    def answers(self, suite: Suite, split: Split, lowest_layer: int) -> dict[str, TaskResult]:
+    def answers(self, suite: Suite, split: Split) -> dict[str, TaskResult]:
         """Results of all tasks on a split under the weights held now. Raises EvaluationError."""
         try:
             with torch.inference_mode():
-                self.scorer.answer(suite.requests(split), lowest_layer)
+                self.scorer.answer(suite.requests(split), self._held)
         except torch.OutOfMemoryError:
             raise EvaluationError(
                 f"the device has no memory left for {_names(suite)}",

@@ -13,7 +13,7 @@ def replayed(model: RecordedModel, settings: SearchSettings) -> Trajectory:
     """The walk that `settings` make of a model's plan, step by step with the recorded scores."""
     scores = iter(step.scores for step in model.trajectory.steps)
 
-    def next_score(tensors: dict[str, str], lowest: int) -> Evaluation:
+    def next_score(tensors: dict[str, str]) -> Evaluation:
         recorded = next(scores)
         return _evaluation(model.task, FAILED if recorded is None else recorded[model.task])
 
