@@ -27,6 +27,7 @@ ui: .venv/installed
 	$(BIN)/python -m pipelines.ui
 
 .venv/installed: pyproject.toml constraints.txt
+	@echo 'Installing into .venv, once: a minute or more, about 2.3 GB'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -1,5 +1,6 @@
 """`sandhi build`: preflight, the jobs, and what came out of them as one document."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     catalogue = load_catalogue([file])
     settings = Settings(file, root)
     artifacts = settings.artifacts()
+    problems: list[Problem] = []
     expected = 0
     if regroup or Planner(catalogue, artifacts).schedule().frontier:
         from pipelines.checking import check  # loads lm-eval, which a build with nothing to do need not wait for
@@ -32,11 +34,15 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
         problems = [Problem.model_validate(p) for p in findings["problems"]]
         if not findings["ok"]:
             raise PreflightError(problems)
+        for warning in problems:
+            print(warning.line(), file=sys.stderr)
         expected = findings["plan"]["evaluations"]
     built = build(catalogue, settings, Progress(expected), regroup=regroup)
     (name,) = catalogue.pools
     report = report_pool(file, root)
     return {
+        "ok": True,
+        "problems": [p.model_dump(mode="json") for p in problems],
         "ran": [list(node) for node in built.ran],
         "evaluations": {m: built.evaluations[m] for m in sorted(catalogue.members(name))},
         "pools": {name: summary(catalogue, artifacts, name, report)},

@@ -13,11 +13,13 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipelines.answering import ENDINGS, deliver, failure, signal_noted
 from pipelines.settings import default_root
-from sandhi_core.errors import PreflightError, SandhiError, UsageError
+from sandhi_core.errors import UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": (
@@ -45,8 +47,15 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, remedy=f"see `{self.prog} --help`")
 
 
+def _versions() -> str:
+    """This package and those that decide the bytes it writes, as installed; none of them is imported."""
+    beside = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
+    return f"sandhi {version('sandhi')} ({beside})"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sandhi", description="Serve many fine-tuned language models from shared weights.")
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     added = {}
     for name, (text, example) in COMMANDS.items():
@@ -77,75 +86,53 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status. Expected failures print one line each, never a traceback."""
     if argv is not None:
-        text, status = _answered(argv, stopped=lambda: False)
-        return _deliver(text, status, None)
+        return deliver(*_answered(argv, stopped=lambda: False), None)
     answer = os.dup(1)
     # Standard output is for the answer alone: what libraries and task modules print goes to standard error.
     os.dup2(2, 1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        text, status = _answered(None, stopped=_signal_noted())
+        text, status = _answered(sys.argv[1:], stopped=signal_noted(), terminal=os.isatty(answer))
         sys.stdout.flush()
-        return _deliver(text, status, answer)
+        return deliver(text, status, answer)
     finally:
         os.close(answer)
 
 
-def _signal_noted() -> Callable[[], bool]:
-    """Tells whether SIGINT or SIGTERM has come, whoever handled it: where it lands inside a library it may come
-    out as that library's own failure."""
-    arrived, noted = os.pipe()
-    os.set_blocking(arrived, False)
-    os.set_blocking(noted, False)
-    signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+class _Page(io.StringIO):
+    """What is printed for people; coloured where a terminal will show it."""
 
-    def stopped() -> bool:
-        try:
-            return bool({signal.SIGINT, signal.SIGTERM} & set(os.read(arrived, 4096)))
-        except BlockingIOError:
-            return False
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
 
-    return stopped
+    def isatty(self) -> bool:
+        return self._terminal
 
 
-def _answered(argv: list[str] | None, stopped: Callable[[], bool]) -> tuple[str, int]:
+def _answered(argv: list[str], stopped: Callable[[], bool], terminal: bool = False) -> tuple[str, int]:
     """What a command answers, and its exit status."""
-    out, wants_json = io.StringIO(), False
+    page, wants_json = _Page(terminal), "--json" in argv
     try:
-        with redirect_stdout(out):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)  # one that came while modules were imported lands here
+        with redirect_stdout(page):
             arguments = _parser().parse_args(argv)
-            wants_json = getattr(arguments, "json", False)
             document, status = _COMMANDS[arguments.command](arguments, _root(arguments))
         if document is None:
-            return out.getvalue(), status
-        sys.stderr.write(out.getvalue())  # not ours: a task's module may print
-        return json.dumps(document, indent=2, sort_keys=True, allow_nan=False) + "\n", status
-    except SystemExit:  # --help
-        return out.getvalue(), 0
+            return page.getvalue(), status
+        sys.stderr.write(page.getvalue())  # not ours: a task's module may print
+        return _json(document), status
+    except SystemExit:  # --help, --version
+        return page.getvalue(), 0
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) or stopped():
-            print("stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
-            return "", 130
-        return _failed(error, wants_json)
-
-
-def _failed(error: Exception, wants_json: bool) -> tuple[str, int]:
-    """What is said of a failure: expected ones by their problems, others in one line."""
-    if isinstance(error, SandhiError):
-        problems = error.problems if isinstance(error, PreflightError) else [error.problem]
+        problems, status = failure(error, stopped())
         for problem in problems:
             print(problem.line(), file=sys.stderr)
         found = {"ok": False, "problems": [p.model_dump(mode="json") for p in problems]}
-        text = json.dumps(found, indent=2, sort_keys=True) + "\n" if wants_json else ""
-        return text, 2 if isinstance(error, UsageError) else 1
-    if isinstance(error, OSError):
-        print(f"error: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
-        return "", 1
-    # A defect of ours: still one line, and where to find the rest.
-    if os.environ.get("SANDHI_DEBUG"):
-        raise error
-    print(f"unexpected {type(error).__name__}: {error} (set SANDHI_DEBUG=1 to see where)", file=sys.stderr)
-    return "", 1
+        return (_json(found) if wants_json else ""), status
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def _root(arguments: argparse.Namespace) -> Path:
@@ -154,23 +141,6 @@ def _root(arguments: argparse.Namespace) -> Path:
         return (given or default_root()).expanduser().resolve()
     except (RuntimeError, ValueError, OSError) as error:
         raise UsageError(f"--root {str(given)!r} is no usable path: {error}", remedy="name a directory") from None
-
-
-def _deliver(text: str, status: int, answer: int | None) -> int:
-    """Write the answer; a reader that has gone away or a full disk is an exit status, not a traceback."""
-    try:
-        if answer is None:
-            sys.stdout.write(text)
-        else:
-            data = memoryview(text.encode())
-            while data:
-                data = data[os.write(answer, data) :]
-        return status
-    except BrokenPipeError:
-        return status or 1
-    except OSError as error:
-        print(f"error: the answer cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
 
 
 # Commands import what they need when they run: `sandhi --help` and `sandhi schema` should not wait for torch.
@@ -202,7 +172,7 @@ def _build(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
         document = build_pool(arguments.pool, root, regroup=arguments.regroup)
     if not arguments.json:
         (print_dry_run if arguments.dry_run else print_build)(document)
-    return (document if arguments.json else None), (0 if document.get("ok", True) else 1)
+    return (document if arguments.json else None), (0 if document["ok"] else 1)
 
 
 def _verify(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
@@ -218,10 +188,14 @@ def _verify(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
 def _report(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
     from pipelines.reporting import report
 
-    paths = report(arguments.pool, root)
+    paths, problems = report(arguments.pool, root)
+    for problem in problems:
+        print(problem.line(), file=sys.stderr)
+    found = [p.model_dump(mode="json") for p in problems]
+    document = {"ok": not problems, "problems": found, "reports": [str(path) for path in paths]}
     if not arguments.json:
-        print(*paths, sep="\n")
-    return ({"reports": [str(path) for path in paths]} if arguments.json else None), 0
+        print("".join(f"{path}\n" for path in paths), end="")
+    return (document if arguments.json else None), (0 if document["ok"] else 1)
 
 
 _COMMANDS = {"schema": _schema, "check": _check, "build": _build, "verify": _verify, "report": _report}

@@ -12,7 +12,6 @@ from pipelines.instance import HEADLESS_TAG, clear_dead_runs, opened_instance
 from pipelines.jobs import Run, runs
 from pipelines.progress import Progress
 from pipelines.settings import Settings
-from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner
 from sandhi_core.errors import SandhiError
 from sandhi_core.graph import Catalogue, Node
@@ -44,17 +43,14 @@ def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regro
             forced = catalogue.regrouped(regroup)
             while frontier := Planner(catalogue, artifacts).schedule(forced).frontier:
                 for run in runs(frontier):
-                    progress.started(run)
-                    built.evaluations.update(_execute(definitions, instance, run, regroup, artifacts))
+                    with progress.running(run):
+                        built.evaluations.update(_execute(definitions, instance, run, regroup))
                     built.ran += [(stage, run.key) for stage in run.stages]
-                    progress.finished(run)
                 forced -= frontier.keys()
     return built
 
 
-def _execute(
-    definitions: dg.Definitions, instance: dg.DagsterInstance, run: Run, regroup: bool, artifacts: Artifacts
-) -> Counter[str]:
+def _execute(definitions: dg.Definitions, instance: dg.DagsterInstance, run: Run, regroup: bool) -> Counter[str]:
     """Run one job for one partition; returns the evaluations it made, by model."""
     job = definitions.resolve_job_def(run.job)
     result = job.execute_in_process(

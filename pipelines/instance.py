@@ -1,12 +1,15 @@
 """The Dagster instance of an artifact root, and what a killed run leaves behind in it."""
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 from dagster import DagsterInvalidConfigError
+from dagster._core.instance.ref import InstanceRef
 from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
@@ -26,6 +29,12 @@ run_monitoring:
   free_slots_after_run_end_seconds: 60
 """
 
+# A log file of each step's output serves whoever looks from elsewhere. Here that is the terminal already, and the
+# processes that follow those files would be hit by Ctrl-C and say so.
+_HEADLESS: Mapping[str, Any] = {
+    "compute_logs": {"module": "dagster._core.storage.noop_compute_log_manager", "class": "NoOpComputeLogManager"}
+}
+
 
 def dagster_home(root: Path) -> Path:
     """DAGSTER_HOME, or `dagster/` in the artifact root, with settings written once."""
@@ -39,10 +48,15 @@ def dagster_home(root: Path) -> Path:
 
 @contextmanager
 def opened_instance(root: Path) -> Iterator[dg.DagsterInstance]:
-    """The instance of a root. Raises StoreError where its files are damaged or the disk is full."""
+    """The instance of a root for runs in this process.
+
+    Raises StoreError where its files are damaged or the disk is full.
+    """
     home = dagster_home(root)
+    # What Ctrl-C cuts short it tells with a traceback and raises all the same.
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
     try:
-        with dg.DagsterInstance.get() as instance:
+        with dg.DagsterInstance.from_ref(InstanceRef.from_dir(str(home), overrides=_HEADLESS)) as instance:
             yield instance
     except (SQLAlchemyError, YAMLError, DagsterInvalidConfigError) as error:
         raise StoreError(

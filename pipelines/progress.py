@@ -1,12 +1,16 @@
-"""What a person sees while a build runs: a line a stage, and while models are scored how much is left."""
+"""What a person sees while a build runs: a line a stage, and while one lasts how far it is or that it goes on."""
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 from typing import TextIO
 
 from pipelines.jobs import Run
 
 REPEAT_SECONDS = 5.0
+QUIET_SECONDS = 10.0
 
 
 class Progress:
@@ -18,7 +22,7 @@ class Progress:
         self._stream = stream
         self._done = 0
         self._seconds = 0.0
-        self._begun = self._run_begun = self._said = time.monotonic()
+        self._begun = self._said = time.monotonic()
 
     def evaluated(self, stage: str, model: str, seconds: float) -> None:
         """Count one fresh evaluation; says something at most every few seconds."""
@@ -27,12 +31,25 @@ class Progress:
         if time.monotonic() - self._said >= REPEAT_SECONDS:
             self._say(f"  {stage} {model}: {self._done} evaluations so far, {self._left()}")
 
-    def started(self, run: Run) -> None:
-        self._run_begun = self._said = time.monotonic()
+    @contextmanager
+    def running(self, run: Run) -> Iterator[None]:
+        """Say whenever nothing else was said for a while that a run goes on; if it succeeds, how long it took."""
+        name = f"{' + '.join(run.stages)} {run.key}"
+        begun = self._said = time.monotonic()
+        ended = Event()
+        beat = Thread(target=self._beat, args=(name, begun, ended), daemon=True)
+        beat.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beat.join()
+        self._say(f"{name}: {time.monotonic() - begun:.1f} s")
 
-    def finished(self, run: Run) -> None:
-        """Report a run that succeeded."""
-        self._say(f"{' + '.join(run.stages)} {run.key}: {time.monotonic() - self._run_begun:.1f} s")
+    def _beat(self, name: str, begun: float, ended: Event) -> None:
+        while not ended.wait(max(self._said + QUIET_SECONDS - time.monotonic(), 0.1)):
+            if time.monotonic() - self._said >= QUIET_SECONDS:
+                self._say(f"  {name}: at work for {_duration(time.monotonic() - begun)}")
 
     def _left(self) -> str:
         remaining = max(self._expected - self._done, 0) * self._seconds / self._done

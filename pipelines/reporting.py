@@ -1,12 +1,13 @@
 """`sandhi report`: gathers a pool's records and has the report written from them."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
 from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
-from sandhi_core.errors import UsageError
+from sandhi_core.errors import Problem, StoreError, UsageError
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import (
@@ -27,16 +28,25 @@ from sandhi_core.report import ReportData, write_report
 R = TypeVar("R", bound=Record)
 
 
-def report(path: Path, root: Path) -> list[Path]:
-    """Write the report of a pool file, or of every pool file in a directory."""
+def report(path: Path, root: Path) -> tuple[list[Path], list[Problem]]:
+    """Write the report of a pool file, or of every pool file in a directory; what cannot be reported is a problem."""
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if not files:
         raise UsageError("the directory holds no pool file (*.yaml)", file=str(path), remedy="name a pool file")
-    return [report_pool(file, root) for file in files]
+    pages, problems = [], []
+    for file in files:
+        try:
+            pages.append(report_pool(file, root))
+        except StoreError as error:
+            problems.append(error.problem)
+    return pages, problems
 
 
 def report_pool(file: Path, root: Path) -> Path:
-    """Write the report of the pool's newest records; stages that have not run are reported as not measured."""
+    """Write the report of the pool's newest records; stages that have not run are reported as not measured.
+
+    Raises StoreError where none has: a root in which the pool was never built is most likely the wrong one.
+    """
     catalogue = load_catalogue([file])
     (pool,) = catalogue.pools.values()
     artifacts = Settings(file, root).artifacts()
@@ -59,6 +69,12 @@ def report_pool(file: Path, root: Path) -> Path:
         manifest=read_manifest(artifacts.root / weights.export) if weights else None,
         proof=_one(artifacts, SharingProof, "sharing_proof", pool.name),
     )
+    if not any(getattr(data, part.name) for part in fields(data) if part.name != "pool"):
+        raise StoreError(
+            f"nothing of pool {pool.name} has been built in this artifact root",
+            file=str(root),
+            remedy=f"run `sandhi build {file}` first, or give the --root in which it was built",
+        )
     return write_report(artifacts.directory("reports", pool.name), data)
 
 

@@ -1,6 +1,7 @@
 """The `sandhi` command. It lives in the checkout (pipelines/cli.py), which pip installs in editable mode."""
 
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    # What ends a command waits until the command can answer; the imports take a moment.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     # First on the path: other distributions may install packages named `resources` or `assets`.
     sys.path.insert(0, str(checkout))
     status: int = importlib.import_module("pipelines.cli").main()

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sandhi_core.records import HoldoutTask, OperatingPoint, Trajectory
+from sandhi_core.report import notes
 from sandhi_core.report.data import ReportData, SlotState
 from sandhi_core.report.words import NOT_MEASURED, count, number, percent, signed, size, yes
 
 Tone = Literal["good", "bad", "open", "plain"]
+NOTHING_YET = "nothing here yet"
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Of each row the first cell is its header."""
+    """Of each row the first cell is its header. `empty` is what stands there without rows, `notes` below them."""
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    empty: str = NOTHING_YET
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,12 @@ def models_table(data: ReportData) -> Table:
                 rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-"))
                 continue
             rows.append(_row(model.name, entry.task, entry.metric, *_measured(holdout.tasks[entry.task])))
-    return Table("Every model on questions never used before (holdout)", columns, tuple(rows))
+    return Table(
+        "Every model on questions never used before (holdout)",
+        columns,
+        tuple(rows),
+        notes=notes.QUALITY,
+    )
 
 
 def _measured(task: HoldoutTask) -> tuple[Cell, ...]:
@@ -161,7 +170,7 @@ def bytes_table(data: ReportData) -> Table:
         else _row(name, size(n), f"{n:,}", percent(n, whole))
         for name, n in found
     ]
-    return Table("The pool's bytes", ("bytes", "size", "exactly", "of all checkpoints"), tuple(rows))
+    return Table("The pool's bytes", ("bytes", "size", "exactly", "of all checkpoints"), tuple(rows), notes=notes.BYTES)
 
 
 def points_table(data: ReportData) -> Table:
@@ -170,7 +179,7 @@ def points_table(data: ReportData) -> Table:
     if data.points is not None:
         rows = [_point(p, yes(p.name in data.points.frontier)) for p in data.points.points]
         rows.append(_point(data.points.deployed, "-"))
-    return Table("Operating points; drops on the search split", columns, tuple(rows))
+    return Table("Operating points; drops on the search split", columns, tuple(rows), notes=notes.POINTS)
 
 
 def _point(p: OperatingPoint, frontier: str) -> tuple[Cell, ...]:
@@ -208,7 +217,7 @@ def walks_table(data: ReportData) -> Table:
                 *((str(holdout.steps), str(len(holdout.walked))) if holdout else ("-", "-")),
             )
         )
-    return Table("Every model's walk; depths in steps", columns, tuple(rows))
+    return Table("Every model's walk; depths in steps", columns, tuple(rows), notes=notes.WALKS)
 
 
 def _walked(walk: Trajectory) -> tuple[str, str, str, str]:
@@ -233,11 +242,18 @@ def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
         )
         for (layer, component, holders, kind), slots in sorted(found.items(), key=lambda item: item[0])
     ]
-    return Table("Tensors that several models hold", ("layer", "projections", "models", "how", "frees"), tuple(rows))
+    columns = ("layer", "projections", "models", "how", "frees")
+    return Table("Tensors that several models hold", columns, tuple(rows), _empty(bool(states)))
 
 
 def excluded_table(data: ReportData) -> Table:
     """Slots that were never proposed, counted by reason."""
     counts = Counter((e.model, e.reason) for g in data.groups.values() for e in g.excluded)
     rows = [_row(model, reason, str(n)) for (model, reason), n in sorted(counts.items())]
-    return Table("Slots in no group", ("model", "reason", "slots"), tuple(rows))
+    grouped = all(model.name in data.plans for model in data.pool.models)  # plans are made from the groups
+    return Table("Slots in no group", ("model", "reason", "slots"), tuple(rows), _empty(grouped))
+
+
+def _empty(known: bool) -> str:
+    """What stands in an empty table, and whether it is known to stay empty."""
+    return "none" if known else NOTHING_YET

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from pipelines import cli
 from tests.conftest import CHECKOUT
 from tests.pipelines.conftest import PoolWriter, sandhi
 
@@ -99,19 +101,25 @@ def test_schema_is_a_json_schema() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("after", ["profile", "merged_weights"])
 def test_stopped_by_a_signal_says_so_and_goes_on_later(
-    tiny_pool: PoolWriter, tmp_path: Path, ending: signal.Signals
+    tiny_pool: PoolWriter, tmp_path: Path, ending: signal.Signals, after: str
 ) -> None:
+    """The signal goes to the whole process group, as that of Ctrl-C does."""
     pool, root = tiny_pool(["a", "b"]), tmp_path / "root"
-    command = [str(Path(sys.executable).with_name("sandhi")), "build", str(pool), "--root", str(root)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(root.glob("records/merged_weights/*.json")):
+    command = [str(Path(sys.executable).with_name("sandhi")), "build", str(pool), "--root", str(root), "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while process.poll() is None and not list(root.glob(f"records/{after}/*.json")):
         time.sleep(0.05)
-    time.sleep(1.0)  # into the proof, which takes seconds
-    os.kill(process.pid, ending)
-    _, err = process.communicate(timeout=60)
+    time.sleep(1.0)  # into the next stage; the proof takes seconds
+    os.killpg(process.pid, ending)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "stopped; what was finished is kept" in err
+    assert "error: stopped: " in err and "Traceback" not in err
+    (problem,) = json.loads(out)["problems"]
+    assert json.loads(out)["ok"] is False and problem["code"] == "stopped"
     status, _, err = sandhi("build", pool, "--root", root)
     assert status == 0, err
 
@@ -122,3 +130,59 @@ def test_nothing_is_written_beside_the_root(tiny_pool: PoolWriter, tmp_path: Pat
     status, _, err = sandhi("check", pool, "--root", tmp_path / "root")
     assert status == 0, err
     assert sorted(p for p in tmp_path.rglob("*") if not p.is_relative_to(tmp_path / "root")) == before
+
+
+def test_a_signal_that_comes_before_the_command_can_answer_is_answered() -> None:
+    early = (
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'sandhi_core', 'check', 'nowhere.yaml', '--json'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", early], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert json.loads(done.stdout)["problems"][0]["code"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    "error, code, status",
+    [
+        (OSError(28, "No space left on device", "/srv/x"), "system", 1),
+        (RuntimeError("of ours"), "defect", 1),
+        (KeyboardInterrupt(), "stopped", 130),
+    ],
+)
+def test_every_failure_is_one_document_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: str, status: int
+) -> None:
+    def fail(arguments: object, root: Path) -> None:
+        raise error
+
+    monkeypatch.setitem(cli._COMMANDS, "build", fail)
+    found, out, err = sandhi("build", "pool.yaml", "--json")
+    assert found == status
+    assert json.loads(out)["ok"] is False and [p["code"] for p in json.loads(out)["problems"]] == [code]
+    assert len(err.splitlines()) == 1 and "Traceback" not in err
+    assert sandhi("build", "pool.yaml")[:2] == (status, "")
+
+
+def test_wrong_use_is_a_document_too() -> None:
+    status, out, _ = sandhi("build", "pool.yaml", "--json", "--bogus")
+    assert status == 2 and json.loads(out)["problems"][0]["code"] == "usage"
+
+
+def test_the_version_names_what_decides_bytes() -> None:
+    status, out, err = sandhi("--version")
+    assert (status, err) == (0, "")
+    assert out.split()[:2] == ["sandhi", version("sandhi")]
+    assert all(f"{name} {version(name)}" in out for name in ("torch", "transformers", "safetensors"))
+
+
+def test_a_report_of_what_was_never_built_is_an_error(tiny_pool: PoolWriter, tmp_path: Path) -> None:
+    pool, root = tiny_pool(["a", "b"]), tmp_path / "elsewhere"
+    status, out, err = sandhi("report", pool, "--root", root, "--json")
+    document = json.loads(out)
+    assert (status, document["ok"], document["reports"]) == (1, False, [])
+    assert str(root) in err and f"sandhi build {pool}" in document["problems"][0]["remedy"]
+    assert not root.exists()
+    assert sandhi("report", pool, "--root", root)[:2] == (1, "")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelines.reporting import report_pool
+from pipelines.reporting import report, report_pool
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import HoldoutScore, OperatingPoints
@@ -73,6 +73,15 @@ def test_a_report_shows_the_deployed_cutoffs_as_far_as_they_are_known(
     if cutoffs is not None:
         artifacts.save(("operating_points", "pool"), "", None, points_at(cutoffs))
     assert Walks(report_pool(file, artifacts.root).read_text()).deployed == deployed
+
+
+def test_of_a_folder_what_was_built_is_reported_and_what_was_not_is_named(walked: tuple[Path, Artifacts]) -> None:
+    file, artifacts = walked
+    other = yaml.safe_load(file.read_text()) | {"name": "other"}
+    file.with_name("other.yaml").write_text(yaml.safe_dump(other))
+    pages, problems = report(file.parent, artifacts.root)
+    assert [page.parent.name for page in pages] == ["pool"]
+    assert len(problems) == 1 and "pool other" in problems[0].message
 
 
 @pytest.mark.slow

@@ -146,6 +146,22 @@ def test_the_other_tables_are_there(data: ReportData, page: Page) -> None:
     assert {"model": "roman", "reason": "no other model's slot agrees", "slots": "28"} in excluded
 
 
+def test_an_empty_table_of_a_finished_pool_is_not_said_to_fill(data: ReportData, tmp_path: Path) -> None:
+    nothing = {key: groups.model_copy(update={"excluded": ()}) for key, groups in data.groups.items()}
+    page = Page(write_report(tmp_path / "finished", replace(data, groups=nothing)).read_text())
+    assert [list(row.values()) for row in page.table("Slots in no group")] == [["none"]]
+    page = Page(write_report(tmp_path / "early", ReportData(pool=data.pool)).read_text())
+    assert [list(row.values()) for row in page.table("Slots in no group")] == [["nothing here yet"]]
+
+
+@pytest.mark.parametrize(
+    "word", ["Bpm", "Kpm", "Knee:", "Holdout looks:", "Certified:", "cutoff that was tried before"]
+)
+def test_words_of_the_tables_are_explained(page: Page, word: str) -> None:
+    notes = page.words.replace("\n", " ")
+    assert word in notes and "corrections" not in notes
+
+
 def test_the_same_records_give_the_same_bytes(data: ReportData, written: Path, tmp_path: Path) -> None:
     again = write_report(tmp_path, data)
     for file in sorted(written.parent.iterdir()):
