@@ -1,4 +1,4 @@
-"""lm-eval's HF model with packed, layer-cached log-likelihoods: the same numbers from less work.
+"""lm-eval's HF model with packed, layer-cached log-likelihoods and drafted outputs: the same numbers from less work.
 
 What is asked, tokenised, truncated and templated stays lm-eval's own code; only the computing differs. Measured
 against lm-eval's own numbers when a model is first asked; a model that cannot be packed is scored plainly.
@@ -9,6 +9,7 @@ import logging
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from sandhi_core.evaluation.drafts import Drafts
 from sandhi_core.evaluation.layers import LayerCache, LayeredModel
 from sandhi_core.evaluation.packing import Pack, Scored, pack, scored
 
@@ -29,12 +31,12 @@ CHECKED = 4
 """So many requests, besides the longest, are scored both ways before packing is trusted."""
 
 
+@dataclass
 class _Asked:
-    """One set of requests: packed once, its states kept from call to call."""
+    """One set of sequences: packed once, its states kept from call to call."""
 
-    def __init__(self, sequences: Sequence[Scored], budget: int, layers: Sequence[int]) -> None:
-        self.packs = pack(sequences, budget)
-        self.cache = LayerCache(layers)
+    packs: list[Pack]
+    cache: LayerCache
 
 
 class PackedLM(HFLM):  # type: ignore[misc]
@@ -50,6 +52,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self.weights: Mapping[str, str] = {}
         self.plain: str | None = None
         self._batch_tokens = batch_tokens
+        self.drafts = Drafts(model, self.tokenizer, self._agreeing, batch_tokens)
         try:
             self._layered = LayeredModel(model)
         except (ValueError, AttributeError) as error:
@@ -58,7 +61,8 @@ class PackedLM(HFLM):  # type: ignore[misc]
         # Attention costs T * T a tree, everything else T * width: beyond a width's tokens larger trees cost more.
         self._tree_tokens = min(batch_tokens, max(256, model.config.get_text_config().hidden_size))
         self._cache_bytes = cache_bytes
-        self._asked: dict[bytes, _Asked] = {}
+        self._asked: dict[bytes, _Asked] = {}  # in the order of their last use
+        self._kinds = 1
         self._encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -85,11 +89,35 @@ class PackedLM(HFLM):  # type: ignore[misc]
     def answer(self, requests: dict[str, list[Instance]], weights: Mapping[str, str]) -> None:
         """Append one response to every request's `resps`, under `weights`, which the model holds now."""
         self.weights = weights
+        self._kinds = max(1, len(requests))
         for kind, asked in requests.items():
             # A function of the requests alone: scores must not depend on what was scored before.
             self.batch_size_per_gpu = max(1, self._batch_tokens // self._longest(asked))
             for request, response in zip(asked, getattr(self, kind)(asked, disable_tqdm=True), strict=True):
                 request.resps.append(response)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """lm-eval's own, in one call a kind of settings, so that all drafts are checked together."""
+        if self.plain is None:
+            self.batch_size_per_gpu = max(1, len(requests))
+        texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        return texts
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], attention_mask: Tensor, **settings: Any
+    ) -> Tensor:
+        """[rows, width of context + longest output], padded: what greedy decoding gives."""
+        if self.plain is not None or settings.get("do_sample") or settings.get("num_beams", 1) > 1:
+            whole: Tensor = super()._model_generate(
+                context, max_length, stop, attention_mask=attention_mask, **settings
+            )
+            return whole
+        rows = [tuple(row[seen.bool()].tolist()) for row, seen in zip(context, attention_mask, strict=True)]
+        settings = {k: v for k, v in settings.items() if k != "temperature"} | {"do_sample": False}
+        outputs = self.drafts.outputs(rows, max_length - context.shape[1], stop, settings)
+        longest = max(map(len, outputs))
+        padded = [[*out, *[self.tokenizer.pad_token_id] * (longest - len(out))] for out in outputs]
+        return torch.cat([context, torch.tensor(padded, dtype=context.dtype, device=context.device)], dim=1)
 
     def _longest(self, requests: Sequence[Instance]) -> int:
         """Tokens of the longest request, at least 1 and at most what the model takes."""
@@ -121,48 +149,61 @@ class PackedLM(HFLM):  # type: ignore[misc]
         logger.warning("scored plainly, without packing or layer cache: %s", reason)
 
     def _packed(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
-        asked = self._set(requests)
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        sequences = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
+        return [(sum(own), all(greedy)) for own, greedy in self._scored(sequences)]
+
+    def _agreeing(self, sequences: Sequence[Scored]) -> list[int]:
+        """How many leading targets of each sequence are greedy choices."""
+        return [
+            next((i for i, same in enumerate(greedy) if not same), len(greedy)) for _, greedy in self._scored(sequences)
+        ]
+
+    def _scored(self, sequences: Sequence[Scored]) -> list[tuple[list[float], list[bool]]]:
+        """Of each sequence: its targets' log-likelihoods, and whether each is the greedy choice."""
+        asked = self._set(sequences)
+        found: dict[int, tuple[list[float], list[bool]]] = {}
         with torch.inference_mode():
             sweep = self._layered.swept(asked.packs, asked.cache, self.weights)
             for one, logits in zip(asked.packs, sweep, strict=True):
-                for number, answer in _answers(one, logits):
-                    found[number] = answer
-        return found
+                found |= _answers(one, logits)
+        return [found[number] for number in range(len(sequences))]
 
-    def _set(self, requests: Sequence[Request]) -> _Asked:
-        """The packs of `requests`, which are made when they are first asked. Other sets' states are dropped."""
+    def _set(self, sequences: Sequence[Scored]) -> _Asked:
+        """The packs of `sequences`, made when they are first asked. States of as many sets are kept as one call of
+        `answer` asks kinds of requests."""
         digest = hashlib.sha256()
-        for _, context, continuation in requests:
-            digest.update(array("q", [len(context), len(continuation), *context, *continuation]).tobytes())
+        for one in sequences:
+            digest.update(array("q", [len(one.tokens), len(one.targets), *one.tokens, *one.targets]).tobytes())
         key = digest.digest()
-        if key not in self._asked:
-            sequences = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
-            self._asked = {key: _Asked(sequences, self._tree_tokens, ())}
-            asked = self._asked[key]
-            asked.cache = LayerCache(self._cached_layers(sum(len(p.parents) for p in asked.packs)))
-        return self._asked[key]
+        asked = self._asked.pop(key, None)
+        if asked is None:
+            packs = pack(sequences, self._tree_tokens)
+            while len(self._asked) >= self._kinds:
+                del self._asked[next(iter(self._asked))]
+            asked = _Asked(packs, LayerCache(self._cached_layers(sum(len(p.parents) for p in packs))))
+        self._asked[key] = asked
+        return asked
 
     def _cached_layers(self, tokens: int) -> range:
         """Every so many layers that kept and tried states, each before and within a layer, fit into cache_bytes."""
         config = self.model.config.get_text_config()
         one = 4 * tokens * config.hidden_size * self.model.dtype.itemsize
-        fitting = min(self._cache_bytes // max(one, 1), self._layered.count)
+        fitting = min(self._cache_bytes // self._kinds // max(one, 1), self._layered.count)
         if fitting == 0:
             return range(0)
         return range(0, self._layered.count, -(-self._layered.count // fitting))
 
 
-def _answers(one: Pack, logits: Tensor) -> list[tuple[int, tuple[float, bool]]]:
-    """(number of the request, its log-likelihood, whether every target is the greedy choice)."""
+def _answers(one: Pack, logits: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
+    """By number of the sequence: its targets' log-likelihoods, and whether each is the greedy choice."""
     likelihoods = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     places = torch.tensor([p for _, at, _ in one.requests for p in at], device=logits.device)
     targets = torch.tensor([t for *_, wanted in one.requests for t in wanted], device=logits.device)
     own = likelihoods[places, targets].tolist()
     greedy = (likelihoods.argmax(dim=-1)[places] == targets).tolist()
-    answers, at = [], 0
+    answers, at = {}, 0
     for number, _, wanted in one.requests:
         span = slice(at, at + len(wanted))
-        answers.append((number, (sum(own[span]), all(greedy[span]))))
+        answers[number] = own[span], greedy[span]
         at = span.stop
     return answers

@@ -66,7 +66,7 @@ def test_a_metric_without_an_aggregation(folder: Path) -> None:
 
 def test_unknown_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_own_tasks", lambda: TaskManager(include_defaults=False))
-    with pytest.raises(TaskError, match=r"task 'leters' is not below .* and among lm-eval's own"):
+    with pytest.raises(TaskError, match=r"task 'leters' is neither below .* nor among lm-eval's own"):
         load(folder, "leters")
 
 
