@@ -35,6 +35,7 @@ def run(job: Job) -> Outcome:
             "steps": len(record.steps),
             "accepted": accepted,
             "evaluations of the walk": record.evaluations,
+            "evaluations per accepted step": record.evaluations / max(accepted, 1),
             **{f"noise floor {task}": value for task, value in floor.items()},
         },
     )
