@@ -3,6 +3,7 @@
 A stage's module says what it computes (`run`) and what is worth looking at; everything else is here, once.
 """
 
+import resource
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -130,7 +131,13 @@ class StageAsset:
         wanted = fingerprint(node, own, upstream)
         version = artifacts.save(node, wanted, own, outcome.record)
         return dg.MaterializeResult(
-            metadata={**outcome.metadata, "seconds": time.monotonic() - started, "evaluations": evaluations},
+            metadata={
+                **outcome.metadata,
+                "seconds": time.monotonic() - started,
+                "evaluations": evaluations,
+                # Linux counts it in KiB; of the whole process so far, which in a headless build ran other stages too.
+                "peak resident bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            },
             data_version=dg.DataVersion(version),
             tags={FINGERPRINT_TAG: wanted[:32]},  # a tag holds 63 characters
             check_results=[

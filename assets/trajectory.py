@@ -17,6 +17,7 @@ def run(job: Job) -> Outcome:
     def score(tensors: dict[str, str]) -> Evaluation:
         return evaluator.evaluate("search", merged_weights(fingerprint, tensors, job.bench.store))
 
+    floor = evaluator.noise_floor("search")
     record = search(
         plan,
         pool.search,
@@ -24,7 +25,7 @@ def run(job: Job) -> Outcome:
         score({}),
         job.bench.shared_tensors().digest,
         score,
-    )
+    ).model_copy(update={"noise_floor": floor})
     accepted = sum(s.decision == "accepted" for s in record.steps)
     budgets = {t.task: t.budget for t in entry.tasks}
     return Outcome(
@@ -34,6 +35,8 @@ def run(job: Job) -> Outcome:
             "steps": len(record.steps),
             "accepted": accepted,
             "evaluations of the walk": record.evaluations,
+            "evaluations per accepted step": record.evaluations / max(accepted, 1),
+            **{f"noise floor {task}": value for task, value in floor.items()},
         },
     )
 

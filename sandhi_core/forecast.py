@@ -100,13 +100,13 @@ def _models(catalogue: Catalogue, pool: Pool, stage: str, key: str) -> tuple[str
 
 
 def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
-    """At most this many scorings of one model. A gallop may pay twice for a step that it rejects; the proof scores
-    every export once more."""
+    """At most this many scorings of one model. A gallop may pay twice for a step that it rejects; a trajectory scores
+    its baseline twice, for the noise floor; the proof scores every export once more."""
     match stage:
         case "profile":
             return 1 + 2 * layers * len(pool.profile.seeds)
         case "trajectory":
-            return 1 + steps * (2 if pool.search.stride == "gallop" else 1)
+            return 2 + steps * (2 if pool.search.stride == "gallop" else 1)
         case "holdout":
             return 1 + steps
         case "sharing_proof":

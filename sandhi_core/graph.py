@@ -38,7 +38,7 @@ STAGES: dict[str, Stage] = {
     "plan": Stage("member", 1, ("checkpoint", "profile"), ("groups",)),
     # The contributors' checkpoints are no upstream of a trajectory: the plan pins their bytes by digest, so that a
     # model that merely joins leaves the others' nodes as they were.
-    "trajectory": Stage("member", 1, ("checkpoint", "plan")),
+    "trajectory": Stage("member", 2, ("checkpoint", "plan")),
     "cutoffs": Stage("member", 1, ("plan", "trajectory")),
     "holdout": Stage("member", 1, ("checkpoint", "trajectory", "cutoffs")),
     "operating_points": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "cutoffs", "holdout")),

@@ -130,6 +130,9 @@ class EvaluationSettings(Section):
     include_path: LocalPath | None = None
     """Folder with further lm-eval task files (relative to the pool file)."""
     batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    cache_memory: Size | None = None
+    """What the hidden states kept between evaluations may take; by default a quarter of the memory that is free. It
+    decides how fast scores are found, not what they are."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What models are scored in; auto: float32 on a CPU, else the file's."""
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")] = "auto"

@@ -13,6 +13,7 @@ from sandhi_core.pool_problems import LOOK_UP, Fault, FieldError, Loc, shown
 FORMATS = {
     "name": ("must be letters, digits, - and _, beginning with a letter or digit", "choose such a name"),
     "device": ("must be auto, cpu, mps, cuda, or cuda: and a number", "write a device such as cuda:0"),
+    "cache_memory": ("must be a size in MiB, GiB, MB or GB", "write a size such as 2GiB, or leave it out"),
     "device_memory": ("must be a size in MiB, GiB, MB or GB", "write a size such as 80GiB"),
 }
 _NO_LINE = ("must be text of at least one character, without line breaks or control characters", "correct it")
@@ -74,7 +75,7 @@ def _words(detail: ErrorDetails, pool: type[BaseModel]) -> tuple[str, str]:
             if given is None:
                 return "is empty", _WRITE[kind]
             return f"must be {_SHAPES[kind]}", _as_number(given) or _WRITE[kind]
-        case "string_type" if given is None or field not in ("device", "device_memory"):
+        case "string_type" if given is None or field not in ("device", "cache_memory", "device_memory"):
             return ("is empty", "give it a value") if given is None else ("must be text", "put quotes around it")
         case "string_type" | "string_pattern_mismatch":
             return FORMATS.get(field, _NO_LINE)

@@ -270,6 +270,7 @@ class Trajectory(Record):
     tolerance: dict[str, float]
     questions: dict[str, int]
     evaluations: int  # evaluations the walk asks for, whether or not they were found in the score log
+    noise_floor: Scores = {}  # how far the baseline moves when the same weights are scored in other batches
     steps: tuple[Step, ...]
 
 

@@ -59,7 +59,8 @@ def test_a_full_pool_file_is_read_as_written(tmp_path: Path) -> None:
     text = (
         MINIMAL
         + """\
-evaluation: {include_path: tasks/, batch_tokens: 64, dtype: bfloat16, device: "cuda:1", threads: 2,
+evaluation: {include_path: tasks/, batch_tokens: 64, cache_memory: 512 MiB, dtype: bfloat16, device: "cuda:1",
+             threads: 2,
              splits: {profile: 0.2, search: 0.5, holdout: 0.3}, seed: 7}
 profile: {seeds: [1, 2], gate: 0}
 grouping: {candidates: reference, on_new_model: regroup, on_removed_model: keep}
@@ -72,6 +73,7 @@ deploy: {engine: vllm, device_memory: 1.5 GB}
     assert pool.evaluation.include_path == str(tmp_path / "tasks")
     assert (pool.evaluation.device, pool.evaluation.threads) == ("cuda:1", 2)
     assert (pool.profile.seeds, pool.profile.gate) == ((1, 2), 0.0)
+    assert pool.evaluation.cache_memory == "512 MiB"
     assert pool.search.stride == 1
     assert pool.deploy.device_bytes == 1_500_000_000
 
@@ -173,6 +175,8 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, edit: tuple[str, str],
         ("profile: {seeds: [1, 1]}", "profile.seeds a seed is listed twice"),
         ("merging: {methods: [mean, mean]}", "merging.methods lists too many (leave at most 1)"),
         ("merging: {methods: [regmean]}", "merging.methods[0] must be 'mean'"),
+        ("evaluation: {cache_memory: 0MiB}", "evaluation.cache_memory must be more than nothing"),
+        ("evaluation: {cache_memory: big}", "evaluation.cache_memory must be a size in MiB, GiB, MB or GB"),
         ("deploy: {device_memory: 0GiB}", "deploy.device_memory must be more than nothing"),
         ("deploy: {device_memory: 80}", "deploy.device_memory must be a size in MiB, GiB, MB or GB"),
         ("deploy: {device_memory: 80GiBs}", "deploy.device_memory must be a size in MiB, GiB, MB or GB (write a size"),

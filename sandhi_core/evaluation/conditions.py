@@ -1,11 +1,13 @@
 """Under what conditions models are scored: everything besides weights and tasks that decides a score."""
 
+from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sandhi_core.pool import EvaluationSettings
+from sandhi_core.pool import EvaluationSettings, size_in_bytes
 
 SCORING_VERSION = 2
 """Changes whenever the same model, questions and settings would be scored otherwise than before."""
@@ -38,3 +40,24 @@ def dtype_of(settings: EvaluationSettings) -> "torch.dtype | str":
         dtype: torch.dtype = getattr(torch, settings.dtype)
         return dtype
     return torch.float32 if device_of(settings) == "cpu" else "auto"
+
+
+def cache_bytes(settings: EvaluationSettings) -> int:
+    """Bytes for hidden states: as set, or a quarter of what is free where models are scored."""
+    if settings.cache_memory is not None:
+        return size_in_bytes(settings.cache_memory)
+    device = device_of(settings)
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else _free_memory()
+    return free // 4
+
+
+def _free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its control group where that is limited."""
+    limits = []
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(1024 * int(line.split()[1]))
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no control groups, or no limit: "max"
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(limits, default=0))

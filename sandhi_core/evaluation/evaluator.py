@@ -14,7 +14,7 @@ from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS, Suite, load_tasks
 from sandhi_core.graph import STAGES
 from sandhi_core.pool import EvaluationSettings, ModelEntry
-from sandhi_core.records import Component, Evaluation, Fingerprint, Split, TaskResult, digest_of
+from sandhi_core.records import Component, Evaluation, Fingerprint, Scores, Split, TaskResult, digest_of
 from sandhi_core.store import Store
 
 
@@ -85,14 +85,36 @@ class Evaluator:
         answers with NaN (changed weights that do are scored: such answers are wrong).
         """
         context = self._contexts[split]
-        known = self._log.get(weights.key, context)
-        if known is not None:
-            return known
+        return self._log.get(weights.key, context) or self._made(context, split, weights)
+
+    def noise_floor(self, split: Split) -> Scores:
+        """By task, how far the original's score moves when it is computed in batches of half the size: what a budget
+        must exceed to mean anything.
+
+        Raises EvaluationError where a task's budget does not, or as `evaluate` does.
+        """
+        # Other batches first: the states that are kept are then those of the batches that the search uses.
+        context = digest_of([self._contexts[split], "half the batch"])
+        original = Weights(weights_key(self._fingerprint.digest, {}))
+        other = self._log.get(original.key, context) or self._made(context, split, original, halved=True)
+        usual = self.evaluate(split, original)
+        floor = {task: abs(usual.scores[task] - other.scores[task]) for task in usual.scores}
+        for task in self._entry.tasks:
+            if task.budget <= floor[task.task]:
+                raise EvaluationError(
+                    f"the budget of {task.budget:g} for task {task.task!r} is no larger than what floating-point noise "
+                    f"moves its score: {floor[task.task]:g}",
+                    model=self._entry.name,
+                    remedy="give a larger budget, more questions, or score in float32",
+                )
+        return floor
+
+    def _made(self, context: str, split: Split, weights: Weights, *, halved: bool = False) -> Evaluation:
         started = time.monotonic()
         if self.resident is None:
             self.resident = Resident(self._directory, self._entry.name, self._settings)
         self.resident.hold(weights.tensors, weights.read)
-        tasks = self.resident.answers(self.suite, split)
+        tasks = self.resident.answers(self.suite, split, halved=halved)
         if not weights.tensors:
             self._require_answers(split)
         evaluation = Evaluation(weights=weights.key, context=context, split=split, tasks=tasks)

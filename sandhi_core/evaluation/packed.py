@@ -63,6 +63,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self._cache_bytes = cache_bytes
         self._asked: dict[bytes, _Asked] = {}  # in the order of their last use
         self._kinds = 1
+        self._parts = 1
         self._encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -86,13 +87,15 @@ class PackedLM(HFLM):  # type: ignore[misc]
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found
 
-    def answer(self, requests: dict[str, list[Instance]], weights: Mapping[str, str]) -> None:
-        """Append one response to every request's `resps`, under `weights`, which the model holds now."""
+    def answer(self, requests: dict[str, list[Instance]], weights: Mapping[str, str], *, halved: bool = False) -> None:
+        """Append one response to every request's `resps`, under `weights`, which the model holds now; `halved`: in
+        batches of half the size, which moves floating-point noise and nothing else."""
         self.weights = weights
+        self._parts = 2 if halved else 1
         self._kinds = max(1, len(requests))
         for kind, asked in requests.items():
             # A function of the requests alone: scores must not depend on what was scored before.
-            self.batch_size_per_gpu = max(1, self._batch_tokens // self._longest(asked))
+            self.batch_size_per_gpu = max(1, self._batch_tokens // self._parts // self._longest(asked))
             for request, response in zip(asked, getattr(self, kind)(asked, disable_tqdm=True), strict=True):
                 request.resps.append(response)
 
@@ -171,13 +174,14 @@ class PackedLM(HFLM):  # type: ignore[misc]
     def _set(self, sequences: Sequence[Scored]) -> _Asked:
         """The packs of `sequences`, made when they are first asked. States of as many sets are kept as one call of
         `answer` asks kinds of requests."""
-        digest = hashlib.sha256()
+        tokens = max(1, self._tree_tokens // self._parts)
+        digest = hashlib.sha256(str(tokens).encode())
         for one in sequences:
             digest.update(array("q", [len(one.tokens), len(one.targets), *one.tokens, *one.targets]).tobytes())
         key = digest.digest()
         asked = self._asked.pop(key, None)
         if asked is None:
-            packs = pack(sequences, self._tree_tokens)
+            packs = pack(sequences, tokens)
             while len(self._asked) >= self._kinds:
                 del self._asked[next(iter(self._asked))]
             asked = _Asked(packs, LayerCache(self._cached_layers(sum(len(p.parents) for p in packs))))

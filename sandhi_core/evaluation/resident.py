@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
-from sandhi_core.evaluation.conditions import device_of, dtype_of
+from sandhi_core.evaluation.conditions import cache_bytes, device_of, dtype_of
 from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
@@ -35,7 +35,7 @@ class Resident:
         self._batch_tokens = settings.batch_tokens
         self._held: dict[str, str] = {}  # tensors that are replaced now: what names their bytes
         self.model, tokenizer = self._load(settings)
-        self.scorer = PackedLM(self.model, tokenizer, settings.batch_tokens)
+        self.scorer = PackedLM(self.model, tokenizer, settings.batch_tokens, cache_bytes(settings))
 
     def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
         try:
@@ -64,11 +64,12 @@ class Resident:
             )
         return model, tokenizer
 
-    def answers(self, suite: Suite, split: Split) -> dict[str, TaskResult]:
-        """Results of all tasks on a split under the weights held now. Raises EvaluationError."""
+    def answers(self, suite: Suite, split: Split, *, halved: bool = False) -> dict[str, TaskResult]:
+        """Results of all tasks on a split under the weights held now; `halved`: in batches of half the size. Raises
+        EvaluationError."""
         try:
             with torch.inference_mode():
-                self.scorer.answer(suite.requests(split), self._held)
+                self.scorer.answer(suite.requests(split), self._held, halved=halved)
         except torch.OutOfMemoryError:
             raise EvaluationError(
                 f"the device has no memory left for {_names(suite)}",

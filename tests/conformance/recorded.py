@@ -6,6 +6,7 @@ questions) is made up from names or left empty.
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,7 +100,9 @@ class RecordedModel:
         return next(iter(self.profile.baseline)) if self.profile else "score"
 
     def score(self, row: Row) -> float | None:
-        return float(row["score"]) / POINTS if row["score"] else None
+        """None where the evaluation failed."""
+        score = float(row["score"] or "nan") / POINTS
+        return score if math.isfinite(score) else None
 
     def steps_at(self, cutoff: int) -> int:
         """How many steps lie within the reference's cutoff, which counts the step of that index in."""
@@ -107,7 +110,7 @@ class RecordedModel:
 
     @cached_property
     def tolerance(self) -> dict[str, float]:
-        return {self.task: max(float(row["threshold"]) for row in self.log) / POINTS}
+        return {self.task: max(float(row["threshold"]) for row in self.log if row["threshold"]) / POINTS}
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

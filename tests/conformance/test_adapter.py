@@ -34,7 +34,7 @@ LOGS = {
         "2,2,merge,attn,5,79,accepted,",
     ],
     OTHER: ["0,1,merge,mlp,3,61,accepted,False"],
-    DEEP: ["0,1,merge,attn,5,49.5,accepted,True", "1,1,merge,mlp,29,,rejected,True"],
+    DEEP: ["0,1,merge,attn,5,49.5,accepted,True", "1,1,merge,mlp,29,nan,rejected,True"],
 }
 BASELINES = {LLAMA: 80.0, OTHER: 60.0, DEEP: 50.0}
 HEADER = "timestamp,step_idx,stage,op,component,layer,score,decision,scaled,label,threshold"

@@ -66,12 +66,12 @@ def included_task(folder: Path) -> Path:
     return folder
 
 
-def entry(model: Path, *tasks: tuple[str, str]) -> ModelEntry:
+def entry(model: Path, *tasks: tuple[str, str], budget: float = 0.1) -> ModelEntry:
     return ModelEntry.model_validate(
         {
             "name": "m",
             "path": str(model),
-            "tasks": [{"task": task, "metric": metric, "budget": 0.1} for task, metric in tasks],
+            "tasks": [{"task": task, "metric": metric, "budget": budget} for task, metric in tasks],
         }
     )
 

@@ -12,6 +12,7 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, merged_weights, score_directory, weights_key
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS
@@ -272,3 +273,29 @@ def test_weights_of_other_names_or_digests_are_other_weights() -> None:
     keys = {weights_key("f", {}), weights_key("g", {}), weights_key("f", {"a": "1"}), weights_key("f", {"b": "1"})}
     assert len(keys) == 4
     assert weights_key("f", {"a": "1", "b": "2"}) == weights_key("f", {"b": "2", "a": "1"})
+
+
+def likelihood_task(folder: Path) -> Path:
+    """Judged by the log-likelihood of the first choice, which floating-point noise moves."""
+    choice_task(folder, "likely")
+    (folder / "likely.py").write_text("def process(doc, results):\n    return {'likely': results[0][0]}\n")
+    text = (folder / "likely.yaml").read_text().replace("metric: acc_norm", "metric: likely")
+    (folder / "likely.yaml").write_text(text + "process_results: !function likely.process\n")
+    return folder
+
+
+def test_noise_floor_is_how_far_the_same_weights_move_in_other_batches(tmp_path: Path, model: Path) -> None:
+    choice_task(likelihood_task(tmp_path / "tasks"))
+    asked = entry(model, ("likely", "likely"), ("letters", "acc"))
+    scorer = evaluator(tmp_path, model, asked, batch_tokens=32)
+    floor = scorer.noise_floor("search")
+    assert 0.0 < floor["likely"] < 1e-4 and floor["letters"] == 0.0 and scorer.evaluations == 2
+    again = evaluator(tmp_path, model, asked, batch_tokens=32)
+    assert again.noise_floor("search") == floor and again.evaluations == 0
+
+
+def test_a_budget_within_the_noise_is_refused(tmp_path: Path, model: Path) -> None:
+    likelihood_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("likely", "likely"), budget=1e-300), batch_tokens=32)
+    with pytest.raises(EvaluationError, match="no larger than what floating-point noise moves its score"):
+        scorer.noise_floor("search")
