@@ -1,0 +1,69 @@
+"""Which tensors are changed and to what: noise as the profile makes it, another model to merge with, small noise."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demo.seeds import seed
+from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.evaluation.evaluator import noise_key
+from sandhi_core.grouping_order import Place
+from sandhi_core.pool import ProfileSettings
+from sandhi_core.profile import noisy
+from sandhi_core.records import Fingerprint, Slot
+from sandhi_core.scan import fingerprint
+
+SEED = ProfileSettings().seeds[0]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and its components."""
+
+    directory: Path
+    scans: Path  # where its fingerprint may leave files
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self.directory, self.name)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self.checkpoint, self.scans)
+
+    @cached_property
+    def components(self) -> Mapping[Place, list[Slot]]:
+        """All of them, in the profile's order: from the top layer down."""
+        found: dict[Place, list[Slot]] = defaultdict(list)
+        for slot in self.fingerprint.slots:
+            found[slot.component, slot.layer].append(slot)
+        return {place: found[place] for place in sorted(found, key=lambda place: (-place[1], place[0]))}
+
+    def noise(self, place: Place) -> tuple[dict[str, str], Callable[[str], Tensor]]:
+        """The tensors of a component to what names them with noise in it, and the bytes: those of the profile."""
+        component, layer = place
+        slots = {slot.tensor: slot for slot in self.components[place]}
+
+        def read(name: str) -> Tensor:
+            info, names = self.fingerprint.tensor(name), (layer, component, slots[name].projection)
+            original = self.checkpoint.tensor(name)
+            return noisy(original, SEED, self.fingerprint.digest, *names, info.mean, info.std)
+
+        return dict.fromkeys(slots, noise_key(self.fingerprint.digest, SEED, layer, component)), read
+
+
+def near(tensor: Tensor, share: float, *names: str) -> Tensor:
+    """`tensor` with noise of `share` of its own standard deviation, by the names alone."""
+    wide = tensor.float()
+    drawn = np.random.default_rng(seed(*names)).standard_normal(tuple(tensor.shape), dtype=np.float32)
+    return (wide + share * wide.std() * torch.from_numpy(drawn)).to(tensor.dtype)
