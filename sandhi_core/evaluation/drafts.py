@@ -29,6 +29,7 @@ class Drafts:
         self._agreeing = agreeing
         self._batch_tokens = batch_tokens
         self._drafts: dict[tuple[Tokens, str], Tokens | None] = {}  # None: not to be had from checking
+        self._stops: dict[str, list[int]] = {}
         self.decoded = 0  # outputs that were decoded, in part or whole
 
     def outputs(
@@ -82,8 +83,9 @@ class Drafts:
             batch, longest_first = longest_first[:size], longest_first[size:]
             begun = [prefixes[at][len(contexts[at]) :] for at in batch]
             decoded = self._continued([prefixes[at] for at in batch], begun, room, stop, settings)
-            found |= {at: (*start, *more)[:room] for at, start, more in zip(batch, begun, decoded, strict=True)}
-        return {at: self._cut(out, stop) for at, out in found.items()}
+            for at, start, more in zip(batch, begun, decoded, strict=True):
+                found[at] = self._cut(start, more[: room - len(start)], stop)
+        return found
 
     def _continued(
         self,
@@ -108,23 +110,28 @@ class Drafts:
         )
         return [tuple(row) for row in whole[:, width:].tolist()]
 
-    def _cut(self, out: Tokens, stop: Sequence[str]) -> Tokens:
-        """`out` up to the token that ends it."""
-        for length in range(1, len(out) + 1):
-            if self.ended(out[:length], stop):
-                return out[:length]
-        return out
+    def _cut(self, begun: Tokens, more: Tokens, stop: Sequence[str]) -> Tokens:
+        """`begun`, which has not ended, and `more` of it up to the token that ends it."""
+        for length in range(1, len(more) + 1):
+            out = begun + more[:length]
+            if self.ended([out], stop)[0]:
+                return out
+        return begun + more
 
-    def ended(self, out: Tokens, stop: Sequence[str]) -> bool:
-        """Whether its last token ends an output. A stop text is looked for in the last tokens, as lm-eval does."""
-        if out and out[-1] in self._ends():
-            return True
-        tails = {text: len(self._tokenizer.encode(text, add_special_tokens=False)) + 2 for text in stop}
-        return any(text in self._tokenizer.decode(out[-length:]) for text, length in tails.items())
-
-    def _ends(self) -> tuple[int, ...]:
+    def ended(self, outputs: Sequence[Tokens], stop: Sequence[str]) -> list[bool]:
+        """Whether the last token of each ends it: the end of text, or the last of a stop text."""
         ends = self._model.generation_config.eos_token_id
-        return tuple(ends) if isinstance(ends, list) else (ends,)
+        ends = set(ends) if isinstance(ends, list) else {ends}
+        # As many last tokens as lm-eval looks at: a stop text may be spelt in other tokens than its own.
+        tail = 2 + max((len(self._encoded(text)) for text in stop), default=0)
+        texts = self._tokenizer.batch_decode([out[-tail:] for out in outputs]) if stop else [""] * len(outputs)
+        found = (any(text in tail for text in stop) for tail in texts)
+        return [out[-1] in ends or stopped for out, stopped in zip(outputs, found, strict=True)]
+
+    def _encoded(self, text: str) -> list[int]:
+        if text not in self._stops:
+            self._stops[text] = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._stops[text]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
@@ -138,5 +145,5 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **named: Any) -> Tensor:
         rows = input_ids[:, self._width :].tolist()
-        done = [self._drafts.ended((*b, *row), self._stop) for b, row in zip(self._begun, rows, strict=True)]
-        return torch.tensor(done, device=input_ids.device)
+        outputs = [(*b, *row) for b, row in zip(self._begun, rows, strict=True)]
+        return torch.tensor(self._drafts.ended(outputs, self._stop), device=input_ids.device)
