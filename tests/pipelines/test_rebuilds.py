@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from pipelines.assembly import build_definitions
@@ -19,6 +20,7 @@ from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
+from tests.evaluation.local_tasks import choice_task, generation_task
 from tests.models import edit_tensors
 from tests.pipelines.conftest import PoolWriter, built, sandhi
 
@@ -220,3 +222,25 @@ def test_definitions_load_and_validate(tiny_pool: PoolWriter, tmp_path: Path) ->
     dg.Definitions.validate_loadable(definitions)
     keys = {spec.key.to_user_string() for spec in definitions.resolve_all_asset_specs()}
     assert keys == set(STAGES)
+
+
+def test_a_model_with_several_tasks_of_several_kinds(tiny_pool: PoolWriter, tmp_path: Path) -> None:
+    """Multiple choice and generated answers, each with its own budget: all have to hold."""
+    choice_task(tmp_path / "tasks", "numbers")
+    generation_task(tmp_path / "tasks")
+    path = tiny_pool(["a", "b"])
+    pool = yaml.safe_load(path.read_text())
+    pool["models"][0]["tasks"] += [
+        {"task": "numbers", "metric": "acc_norm", "budget": 0.15},
+        {"task": "copy", "metric": "exact_match", "budget": 0.15},
+    ]
+    path.write_text(yaml.safe_dump(pool))
+    document = built(path, tmp_path / "root")
+    found = {t["task"]: t for t in document["pools"]["tiny"]["models"]["a"]["tasks"]}
+    assert {name: t["metric"] for name, t in found.items()} == {
+        "letters": "acc",
+        "numbers": "acc_norm",
+        "copy": "exact_match",
+    }
+    assert all(t["within_budget"] for t in found.values())
+    assert all(t["merged"] >= t["original"] - t["budget"] - 1e-9 for t in found.values())
