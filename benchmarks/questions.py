@@ -1,7 +1,7 @@
 """What is asked: two multiple-choice tasks and a generation task, as ordinary local lm-eval tasks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,21 @@ from sandhi_core.evaluation.tasks import Suite, SuiteTask
 from sandhi_core.records import Split
 
 TASKS = ("past", "units")
+SHOTS = {"past": 0, "units": 5}
+"""Solved examples before every question, the same for all of a task: one task without, one with, as lm-eval's have."""
 GENERATION = "generated"
 SPLIT: Split = "search"
 """The benchmark deals no splits: all questions stand in this one."""
 
 
-def rows(task: str, questions: int, choices: int | None = None) -> list[dict[str, Any]]:
-    """The task's first questions; with `choices`, the right answer and as many wrong ones as make up that number."""
-    found = [question(task, item) for item in draw(task).evaluation[:questions]]
+def rows(task: str, questions: int, choices: int | None = None, shots: int = 0) -> list[dict[str, Any]]:
+    """The task's first questions after `shots` solved examples; with `choices`, the right answer and as many wrong
+    ones as make up that number."""
+    data = draw(task)
+    found = [question(task, item) for item in data.evaluation[:questions]]
+    solved = "".join(f"{item.prompt} {item.answer}\n" for item in data.training[:shots])
+    for row in found:
+        row["query"] = solved + row["query"]
     if choices is None:
         return found
     for row in found:
@@ -33,10 +40,16 @@ def rows(task: str, questions: int, choices: int | None = None) -> list[dict[str
     return found
 
 
-def write(folder: Path, questions: int, choices: int | None = None, tasks: Sequence[str] = TASKS) -> Path:
+def write(
+    folder: Path,
+    questions: int,
+    choices: int | None = None,
+    tasks: Sequence[str] = TASKS,
+    shots: Mapping[str, int] = SHOTS,
+) -> Path:
     """The task files for `questions` questions of each task, and one that has the same prompts answered in text."""
     folder.mkdir(parents=True)
-    asked = {task: rows(task, questions, choices) for task in tasks}
+    asked = {task: rows(task, questions, choices, shots.get(task, 0)) for task in tasks}
     for task, found in asked.items():
         _write(folder, task, definition(task), found)
     generated = {

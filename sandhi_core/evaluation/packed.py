@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sandhi_core.evaluation.drafts import Drafts
 from sandhi_core.evaluation.layers import LayerCache, LayeredModel
-from sandhi_core.evaluation.packing import Pack, Scored, pack, scored
+from sandhi_core.evaluation.packing import Pack, Scored, cheapest, pack, scored
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,6 @@ class PackedLM(HFLM):  # type: ignore[misc]
         except (ValueError, AttributeError) as error:
             self._score_plainly(str(error))
         self._checked = False
-        # Attention costs T * T a tree, everything else T * width: beyond a width's tokens larger trees cost more.
-        self._tree_tokens = min(batch_tokens, max(256, model.config.get_text_config().hidden_size))
         self._cache_bytes = cache_bytes
         self._asked: dict[bytes, _Asked] = {}  # in the order of their last use
         self._kinds = 1
@@ -174,14 +172,15 @@ class PackedLM(HFLM):  # type: ignore[misc]
     def _set(self, sequences: Sequence[Scored]) -> _Asked:
         """The packs of `sequences`, made when they are first asked. States of as many sets are kept as one call of
         `answer` asks kinds of requests."""
-        tokens = max(1, self._tree_tokens // self._parts)
-        digest = hashlib.sha256(str(tokens).encode())
+        digest = hashlib.sha256(str(self._parts).encode())
         for one in sequences:
             digest.update(array("q", [len(one.tokens), len(one.targets), *one.tokens, *one.targets]).tobytes())
         key = digest.digest()
         asked = self._asked.pop(key, None)
         if asked is None:
-            packs = pack(sequences, tokens)
+            budget, packs = cheapest(sequences, self.model.config.get_text_config().hidden_size, self._batch_tokens)
+            if self._parts > 1:
+                packs = pack(sequences, max(1, budget // self._parts))
             while len(self._asked) >= self._kinds:
                 del self._asked[next(iter(self._asked))]
             asked = _Asked(packs, LayerCache(self._cached_layers(sum(len(p.parents) for p in packs))))

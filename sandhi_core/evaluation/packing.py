@@ -13,6 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
+"""Budgets of a tree that are tried."""
+
+KERNELS = 4e6
+"""Measured on two CPU cores; only how many trees there are depends on it."""
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -118,3 +124,18 @@ def pack(sequences: Sequence[Scored], budget: int) -> list[Pack]:
     if tree.requests:
         packs.append(tree.built())
     return packs
+
+
+def cost(packs: Sequence[Pack], width: int) -> float:
+    """What a pass over `packs` costs, in tokens of a layer's matrices: attention over a tree of T tokens in a model of
+    that width adds T / (6 width) of these a token, and starting a layer as much as KERNELS / width^2 tokens."""
+    sizes = [len(one.parents) for one in packs]
+    return sum(size + size * size / (6 * width) + KERNELS / width**2 for size in sizes)
+
+
+def cheapest(sequences: Sequence[Scored], width: int, most: int) -> tuple[int, list[Pack]]:
+    """The budget, at most `most`, that makes a pass cheapest, and the packs of that budget. Small trees spare
+    attention, large ones repeat less of what sequences share."""
+    budgets = [budget for budget in SIZES if budget <= most] or [most]
+    tried = [(budget, pack(sequences, budget)) for budget in budgets]
+    return min(tried, key=lambda t: cost(t[1], width))

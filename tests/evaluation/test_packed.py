@@ -203,3 +203,17 @@ def test_simple_evaluate_takes_it_as_a_model(
         samples = [(s["doc_id"], s["acc"], s["acc_norm"]) for s in got["samples"]["letters"]]
         results.append((got["results"]["letters"]["acc,none"], sorted(samples)))
     assert results[0] == results[1]
+
+
+def test_other_thread_counts_and_tree_sizes_move_noise_only(load: Load) -> None:
+    model, tokenizer = load("llama")
+    requests, found = asked(), []
+    threads = torch.get_num_threads()
+    try:
+        for count, tokens in ((1, 4096), (2, 4096), (1, 48)):
+            torch.set_num_threads(count)
+            scorer = PackedLM(model, tokenizer, tokens, 0)
+            found.append([answer[0] for answer in scorer.loglikelihood(requests, disable_tqdm=True)])
+    finally:
+        torch.set_num_threads(threads)
+    assert found[1] == pytest.approx(found[0], abs=1e-4) and found[2] == pytest.approx(found[0], abs=1e-4)

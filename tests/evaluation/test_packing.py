@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.evaluation.packing import Scored, pack, scored
+from sandhi_core.evaluation.packing import SIZES, Scored, cheapest, cost, pack, scored
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 requests = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=12)
@@ -65,3 +65,14 @@ def test_packs_depend_on_the_requests_alone_not_on_their_order(
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     for one, other in zip(pack(sequences, 20), pack(shuffled, 20), strict=True):
         assert one.tokens.equal(other.tokens) and one.parents == other.parents and one.rows.equal(other.rows)
+
+
+def test_the_cheapest_trees_are_small_where_little_is_shared_and_large_where_much_is() -> None:
+    apart = [scored([n, *range(100, 160)], [1], 999) for n in range(60)]
+    alike = [scored([*range(1000, 1600), n], [1, 2], 9999) for n in range(60)]
+    small, _ = cheapest(apart, 576, 8192)
+    large, packs = cheapest(alike, 576, 8192)
+    assert small < large and len(packs) == 1
+    assert cheapest(apart, 576, 100)[0] == 100  # never above what a pass may hold
+    for budget in SIZES:
+        assert cost(pack(apart, budget), 576) >= cost(pack(apart, small), 576)

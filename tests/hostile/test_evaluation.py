@@ -289,7 +289,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_device_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
+    def full(*arguments: object, **named: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     scored = scorer(tmp_path, tiny_llama(tmp_path / "model"))
