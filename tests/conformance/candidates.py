@@ -8,8 +8,8 @@ from itertools import groupby
 from pathlib import Path
 
 from sandhi_core.records import Contributor, Fingerprint, Group, Profile, Recipe, Sensitivity, Slot, TensorInfo
-from tests.conformance.families import PROJECTIONS
 from tests.conformance.recorded import Row, contributors, read_rows, slug
+from tests.synthetic import PROJECTIONS
 
 Proposal = tuple[int, str, tuple[tuple[str, int], ...]]
 """(stage, projection, sorted (model, layer) pairs)."""

@@ -4,19 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sandhi_core.records import Component
-
 MIB = 1 << 20
-
-PROJECTIONS: dict[str, Component] = {
-    "q": "attn",
-    "k": "attn",
-    "v": "attn",
-    "o": "attn",
-    "gate": "mlp",
-    "up": "mlp",
-    "down": "mlp",
-}
 
 
 @dataclass(frozen=True)

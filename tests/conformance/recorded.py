@@ -28,11 +28,11 @@ from sandhi_core.records import (
     Sensitivity,
     Slot,
     Step,
-    TensorInfo,
     Trajectory,
     digest_of,
 )
-from tests.conformance.families import PROJECTIONS, Family, family_of
+from tests.conformance.families import Family, family_of
+from tests.synthetic import PROJECTIONS, tensor
 
 Row = dict[str, str]
 POINTS = 100.0  # the records count in points
@@ -117,8 +117,8 @@ class RecordedModel:
         """All of its own bytes, none like any other model's."""
         slots = [self._slot(layer, projection) for layer in range(self.family.layers) for projection in PROJECTIONS]
         rest = self.family.checkpoint_bytes - sum(s.nbytes for s in slots)
-        tensors = [_tensor(s.tensor, self.family.shape(s.projection), s.nbytes, s.digest) for s in slots]
-        tensors.append(_tensor("rest", (rest // 2,), rest, digest_of([self.label, "rest"])))
+        tensors = [tensor(s.tensor, self.family.shape(s.projection), s.digest) for s in slots]
+        tensors.append(tensor("rest", (rest // 2,), digest_of([self.label, "rest"])))
         return Fingerprint(
             model=self.name,
             model_type="recorded",
@@ -285,17 +285,3 @@ def _model(artifact: Path, folder: Path, label: str, log: Path) -> RecordedModel
 def _name(layer: int, projection: str) -> str:
     block = "self_attn" if PROJECTIONS[projection] == "attn" else "mlp"
     return f"model.layers.{layer}.{block}.{projection}_proj.weight"
-
-
-def _tensor(name: str, shape: tuple[int, ...], nbytes: int, digest: str) -> TensorInfo:
-    return TensorInfo(
-        name=name,
-        file="",
-        dtype="BF16",
-        shape=shape,
-        nbytes=nbytes,
-        digest=digest,
-        mean=0.0,
-        std=0.0,
-        constant_rows=0,
-    )
