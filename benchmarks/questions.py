@@ -15,8 +15,8 @@ from sandhi_core.evaluation.tasks import Suite, SuiteTask
 from sandhi_core.records import Split
 
 TASKS = ("past", "units")
-SHOTS = {"past": 0, "units": 5}
-"""Solved examples before every question, the same for all of a task: one task without, one with, as lm-eval's have."""
+SHOTS = {"past": 5, "units": 5}
+"""Solved examples before every question, the same for all of a task, as lm-eval gives them with `num_fewshot`."""
 GENERATION = "generated"
 SPLIT: Split = "search"
 """The benchmark deals no splits: all questions stand in this one."""

@@ -47,7 +47,7 @@ def sweep(source: Source, folder: Path, questions: int, components: int, process
         if place in by_process:
             with clock("process"):
                 changed = rewritten(source.directory, folder / "changed", {name: read(name) for name in tensors})
-                answers = process(changed, tasks, asked, theirs.batch, threads, folder / "results")
+                answers = process(changed, tasks, asked, threads, folder / "results")
             large.add(found, answers)
             shutil.rmtree(changed)
             shutil.rmtree(folder / "results")

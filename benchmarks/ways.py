@@ -133,12 +133,13 @@ def _scored(lm: HFLM, asked: Suite, size: int) -> None:
             request.resps.append(response)
 
 
-def process(checkpoint: Path, tasks: Path, asked: Suite, batch: int, threads: int, out: Path) -> list[Any]:
-    """The decisions of a new `lm_eval` process on a checkpoint. Raises RuntimeError where it fails."""
+def process(checkpoint: Path, tasks: Path, asked: Suite, threads: int, out: Path) -> list[Any]:
+    """The decisions of a new `lm_eval` process on a checkpoint, at the batch size that the reference's recorded runs
+    asked for (`auto`). Raises RuntimeError where it fails."""
     names = [task.name for task in asked.tasks]
     command = [
         *(sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu"),
-        *("--model_args", f"pretrained={checkpoint},dtype=float32", "--batch_size", str(batch)),
+        *("--model_args", f"pretrained={checkpoint},dtype=float32", "--batch_size", "auto"),
         *("--tasks", ",".join(names), "--include_path", str(tasks)),
         *("--output_path", str(out), "--log_samples"),
     ]

@@ -16,17 +16,25 @@ from sandhi_core.evaluation.packing import Scored
 
 Tokens = tuple[int, ...]
 
+UNSETTLED = 0.6
+"""Drafts are formed again as long as no larger share of them is left unsettled by a check."""
+
 
 class Drafts:
-    """Keeps the first output of every context as its draft. `agreeing` gives how many leading targets of each sequence
-    are the greedy choices of the weights that the model holds now."""
+    """Keeps the first output of every context as its draft. `chosen` gives the greedy choices of the weights that the
+    model holds now, one for each target of each sequence; of sequences that will be asked again, where it is told so.
+    """
 
     def __init__(
-        self, model: Any, tokenizer: Any, agreeing: Callable[[Sequence[Scored]], list[int]], batch_tokens: int
+        self,
+        model: Any,
+        tokenizer: Any,
+        chosen: Callable[[Sequence[Scored], bool], list[Tokens]],
+        batch_tokens: int,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._agreeing = agreeing
+        self._chosen = chosen
         self._batch_tokens = batch_tokens
         self._drafts: dict[tuple[Tokens, str], Tokens | None] = {}  # None: not to be had from checking
         self._stops: dict[str, list[int]] = {}
@@ -39,51 +47,75 @@ class Drafts:
         kind = repr((room, list(stop), sorted(settings.items())))
         keys = [(context, kind) for context in contexts]
         known = [self._drafts.get(key, ()) for key in keys]
-        found = dict(enumerate(known))
-        prefixes = {at: contexts[at] for at, draft in found.items() if not draft}
-        checked = [at for at, draft in found.items() if draft]
-        for at, agreed in zip(checked, self._checked(contexts, found, checked), strict=True):
-            if agreed < len(found[at] or ()):
-                prefixes[at] = contexts[at] + (found[at] or ())[:agreed]
-        fresh = self._decoded(contexts, prefixes, room, stop, settings)
-        found |= fresh
+        found, begun = self._settled(contexts, {at: draft for at, draft in enumerate(known) if draft}, room, stop)
+        begun |= {at: () for at, draft in enumerate(known) if not draft}
+        fresh = self._decoded(contexts, begun, room, stop, settings)
         self._remember(keys, contexts, {at: out for at, out in fresh.items() if known[at] == ()})
-        return [found[at] or () for at in range(len(contexts))]
+        found |= fresh
+        return [found[at] for at in range(len(contexts))]
 
-    def _checked(
-        self, contexts: Sequence[Tokens], drafts: Mapping[int, Tokens | None], which: Sequence[int]
-    ) -> list[int]:
-        sequences = []
-        for at in which:
-            draft = drafts[at] or ()
-            sequences.append(Scored(contexts[at] + draft[:-1], draft))
-        return self._agreeing(sequences) if sequences else []
+    def _settled(
+        self, contexts: Sequence[Tokens], drafts: Mapping[int, Tokens], room: int, stop: Sequence[str]
+    ) -> tuple[dict[int, Tokens], dict[int, Tokens]]:
+        """The outputs that checking gives, and the beginnings of those that must be decoded.
+
+        Where the weights choose another token, the rest of the draft is tried after that token: most differences are
+        a word in a sentence that goes on alike. As long as this settles enough, it costs less than decoding.
+        """
+        found: dict[int, Tokens] = {}
+        begun: dict[int, Tokens] = {}
+        again = False
+        while drafts:
+            redrafted: dict[int, Tokens] = {}
+            for at, choices in self._choices(contexts, drafts, again=again).items():
+                draft = drafts[at]
+                same = next((i for i, token in enumerate(draft) if choices[i] != token), len(draft))
+                out = draft[:same] + choices[same : same + 1]
+                if same == len(draft) or len(out) == room or self.ended([out], stop)[0]:
+                    found[at] = out
+                    continue
+                begun[at] = out
+                if len(out) < len(draft):
+                    redrafted[at] = out + draft[len(out) :]
+            if again and len(redrafted) > UNSETTLED * len(drafts):
+                break
+            drafts, again = redrafted, True
+        return found, {at: out for at, out in begun.items() if at not in found}
+
+    def _choices(
+        self, contexts: Sequence[Tokens], drafts: Mapping[int, Tokens], *, again: bool = False
+    ) -> dict[int, Tokens]:
+        """By context, what is chosen at every place of its draft if all before it is the draft's. Only the first
+        drafts are checked under further weights; those that were formed `again` are not."""
+        which = sorted(drafts)
+        sequences = [Scored(contexts[at] + drafts[at][:-1], drafts[at]) for at in which]
+        return dict(zip(which, self._chosen(sequences, not again), strict=True)) if sequences else {}
 
     def _remember(self, keys: Sequence[Any], contexts: Sequence[Tokens], fresh: Mapping[int, Tokens]) -> None:
         """Keep new outputs as drafts if checking them, under the very weights that gave them, agrees: penalties and
         other settings that move the choice away from the likeliest token show there."""
-        which = sorted(at for at, out in fresh.items() if out)
-        for at, agreed in zip(which, self._checked(contexts, fresh, which), strict=True):
-            self._drafts[keys[at]] = fresh[at] if agreed == len(fresh[at]) else None
+        for at, choices in self._choices(contexts, {at: out for at, out in fresh.items() if out}).items():
+            self._drafts[keys[at]] = fresh[at] if choices == fresh[at] else None
 
     def _decoded(
         self,
         contexts: Sequence[Tokens],
-        prefixes: Mapping[int, Tokens],
+        begun: Mapping[int, Tokens],
         room: int,
         stop: Sequence[str],
         settings: Mapping[str, Any],
     ) -> dict[int, Tokens]:
-        """Whole outputs of the contexts in `prefixes`, decoded after these."""
-        self.decoded += len(prefixes)
+        """Whole outputs of the contexts that `begun` names, decoded after what is given of them there."""
+        self.decoded += len(begun)
+        prefixes = {at: contexts[at] + out for at, out in begun.items()}
         longest_first = sorted(prefixes, key=lambda at: (-len(prefixes[at]), prefixes[at], at))
         found: dict[int, Tokens] = {}
         while longest_first:
             size = max(1, self._batch_tokens // (len(prefixes[longest_first[0]]) + room))
             batch, longest_first = longest_first[:size], longest_first[size:]
-            begun = [prefixes[at][len(contexts[at]) :] for at in batch]
-            decoded = self._continued([prefixes[at] for at in batch], begun, room, stop, settings)
-            for at, start, more in zip(batch, begun, decoded, strict=True):
+            starts = [begun[at] for at in batch]
+            decoded = self._continued([prefixes[at] for at in batch], starts, room, stop, settings)
+            for at, start, more in zip(batch, starts, decoded, strict=True):
                 found[at] = self._cut(start, more[: room - len(start)], stop)
         return found
 

@@ -27,6 +27,9 @@ Request = tuple[tuple[str, str], list[int], list[int]]
 """(context, continuation) as texts, then the tokens of each."""
 
 
+Answer = tuple[list[float], tuple[int, ...]]
+"""Of a sequence's targets: the log-likelihood of each, and the greedy choice in its place."""
+
 CHECKED = 4
 """So many requests, besides the longest, are scored both ways before packing is trusted."""
 
@@ -52,7 +55,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self.weights: Mapping[str, str] = {}
         self.plain: str | None = None
         self._batch_tokens = batch_tokens
-        self.drafts = Drafts(model, self.tokenizer, self._agreeing, batch_tokens)
+        self.drafts = Drafts(model, self.tokenizer, self._chosen, batch_tokens)
         try:
             self._layered = LayeredModel(model)
         except (ValueError, AttributeError) as error:
@@ -151,18 +154,16 @@ class PackedLM(HFLM):  # type: ignore[misc]
 
     def _packed(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         sequences = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
-        return [(sum(own), all(greedy)) for own, greedy in self._scored(sequences)]
+        answers = zip(sequences, self._scored(sequences), strict=True)
+        return [(sum(own), chosen == one.targets) for one, (own, chosen) in answers]
 
-    def _agreeing(self, sequences: Sequence[Scored]) -> list[int]:
-        """How many leading targets of each sequence are greedy choices."""
-        return [
-            next((i for i, same in enumerate(greedy) if not same), len(greedy)) for _, greedy in self._scored(sequences)
-        ]
+    def _chosen(self, sequences: Sequence[Scored], again: bool) -> list[tuple[int, ...]]:
+        """The greedy choice at every target of each sequence; states are kept for those that come `again`."""
+        return [chosen for _, chosen in self._scored(sequences, again=again)]
 
-    def _scored(self, sequences: Sequence[Scored]) -> list[tuple[list[float], list[bool]]]:
-        """Of each sequence: its targets' log-likelihoods, and whether each is the greedy choice."""
-        asked = self._set(sequences)
-        found: dict[int, tuple[list[float], list[bool]]] = {}
+    def _scored(self, sequences: Sequence[Scored], *, again: bool = True) -> list[Answer]:
+        asked = self._set(sequences) if again else _Asked(self._packs(sequences), LayerCache(()))
+        found: dict[int, Answer] = {}
         with torch.inference_mode():
             sweep = self._layered.swept(asked.packs, asked.cache, self.weights)
             for one, logits in zip(asked.packs, sweep, strict=True):
@@ -178,14 +179,16 @@ class PackedLM(HFLM):  # type: ignore[misc]
         key = digest.digest()
         asked = self._asked.pop(key, None)
         if asked is None:
-            budget, packs = cheapest(sequences, self.model.config.get_text_config().hidden_size, self._batch_tokens)
-            if self._parts > 1:
-                packs = pack(sequences, max(1, budget // self._parts))
+            packs = self._packs(sequences)
             while len(self._asked) >= self._kinds:
                 del self._asked[next(iter(self._asked))]
             asked = _Asked(packs, LayerCache(self._cached_layers(sum(len(p.parents) for p in packs))))
         self._asked[key] = asked
         return asked
+
+    def _packs(self, sequences: Sequence[Scored]) -> list[Pack]:
+        budget, packs = cheapest(sequences, self.model.config.get_text_config().hidden_size, self._batch_tokens)
+        return packs if self._parts == 1 else pack(sequences, max(1, budget // self._parts))
 
     def _cached_layers(self, tokens: int) -> range:
         """Every so many layers that kept and tried states, each before and within a layer, fit into cache_bytes."""
@@ -197,16 +200,16 @@ class PackedLM(HFLM):  # type: ignore[misc]
         return range(0, self._layered.count, -(-self._layered.count // fitting))
 
 
-def _answers(one: Pack, logits: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
-    """By number of the sequence: its targets' log-likelihoods, and whether each is the greedy choice."""
+def _answers(one: Pack, logits: Tensor) -> dict[int, Answer]:
+    """By number of the sequence."""
     likelihoods = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     places = torch.tensor([p for _, at, _ in one.requests for p in at], device=logits.device)
     targets = torch.tensor([t for *_, wanted in one.requests for t in wanted], device=logits.device)
     own = likelihoods[places, targets].tolist()
-    greedy = (likelihoods.argmax(dim=-1)[places] == targets).tolist()
+    chosen = likelihoods.argmax(dim=-1)[places].tolist()
     answers, at = {}, 0
     for number, _, wanted in one.requests:
         span = slice(at, at + len(wanted))
-        answers[number] = own[span], greedy[span]
+        answers[number] = own[span], tuple(chosen[span])
         at = span.stop
     return answers

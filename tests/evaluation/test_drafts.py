@@ -75,3 +75,16 @@ def test_several_settings_in_one_call_and_equal_contexts(tmp_path: Path) -> None
     asked = [*requests("stop text", 4), *requests("one token", 4), *requests("stop text", 4)]
     for _ in range(2):
         assert packed.generate_until(asked, disable_tqdm=True) == own.generate_until(asked, disable_tqdm=True)
+
+
+def test_a_word_that_changed_in_a_draft_is_found_without_decoding(tmp_path: Path) -> None:
+    _, _, packed = both(tmp_path, "llama", 4096)
+    asked = requests("end of text only", 6)
+    expected = packed.generate_until(asked, disable_tqdm=True)
+    drafts = packed.drafts._drafts
+    for number, (key, draft) in enumerate(list(drafts.items())):
+        assert draft is not None and len(draft) == 9
+        drafts[key] = (*draft[:number], draft[number] + 1, *draft[number + 1 :])  # as if other weights had given it
+    packed.drafts.decoded = 0
+    assert packed.generate_until(asked, disable_tqdm=True) == expected
+    assert packed.drafts.decoded == 0
