@@ -17,11 +17,9 @@ from pipelines.instance import dagster_home
 from pipelines.jobs import runs
 from pipelines.progress import Progress
 from pipelines.settings import Settings
-from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
-from sandhi_core.records import Trajectory
 from tests.evaluation.local_tasks import choice_task, generation_task
 from tests.models import edit_tensors
 from tests.pipelines.conftest import PoolWriter, built, sandhi
@@ -110,23 +108,6 @@ def test_dagster_home_lost_runs_nothing_and_artifacts_lost_run_everything(
     assert ran(again) == ran(first)
     assert set(again["evaluations"].values()) == {0}  # scores are kept apart
     assert again["pools"]["tiny"]["export"] == first["pools"]["tiny"]["export"]
-
-
-def test_early_rejection_spares_answers_and_decides_alike(tiny_pool: PoolWriter, tmp_path: Path) -> None:
-    small = {"include_path": "tasks", "dtype": "float32", "device": "cpu", "threads": 1, "batch_tokens": 64}
-    plain = built(tiny_pool(["a", "b"], budget=0.05, evaluation=small), tmp_path / "plain")
-    pool = tiny_pool(["a", "b"], budget=0.05, evaluation=small, search={"early_rejection": True})
-    early = built(pool, tmp_path / "early")
-    assert {m: tensors(early, m) for m in "ab"} == {m: tensors(plain, m) for m in "ab"}
-    assert early["evaluations"] == plain["evaluations"]
-    steps = {
-        root: Artifacts(tmp_path / root).load(Trajectory, "trajectory", "tiny.a").steps for root in ("plain", "early")
-    }
-    assert [s.decision for s in steps["early"]] == [s.decision for s in steps["plain"]]
-    assert any(s.scores is None for s in steps["early"] if s.decision == "rejected")
-    again = built(pool, tmp_path / "plain")  # every score is known there, so that the record stays as it was
-    assert ran(again) == {("trajectory", "tiny.a"), ("trajectory", "tiny.b")}
-    assert set(again["evaluations"].values()) == {0}
 
 
 def test_an_export_that_is_gone_is_made_again(tiny_pool: PoolWriter, tmp_path: Path) -> None:
