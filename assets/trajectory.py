@@ -3,7 +3,7 @@
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.evaluation.evaluator import merged_weights
-from sandhi_core.records import Evaluation, Plan
+from sandhi_core.records import Accepts, Evaluation, Plan
 from sandhi_core.report.figures import trajectory_chart
 from sandhi_core.search import search
 
@@ -14,15 +14,23 @@ def run(job: Job) -> Outcome:
     fingerprint = job.bench.fingerprint(entry.name)
     evaluator = job.bench.evaluator(pool, entry)
 
-    def score(tensors: dict[str, str]) -> Evaluation:
-        return evaluator.evaluate("search", merged_weights(fingerprint, tensors, job.bench.store))
+    abandoned = 0
+
+    def score(tensors: dict[str, str], accepts: Accepts | None) -> Evaluation | None:
+        nonlocal abandoned
+        weights = merged_weights(fingerprint, tensors, job.bench.store)
+        if accepts is None:
+            return evaluator.evaluate("search", weights)
+        found = evaluator.judged("search", weights, accepts)
+        abandoned += found is None
+        return found
 
     floor = evaluator.noise_floor("search")
     record = search(
         plan,
         pool.search,
         pool.tolerance(entry),
-        score({}),
+        evaluator.evaluate("search", evaluator.original),
         job.bench.shared_tensors().digest,
         score,
     ).model_copy(update={"noise_floor": floor})
@@ -36,6 +44,7 @@ def run(job: Job) -> Outcome:
             "accepted": accepted,
             "evaluations of the walk": record.evaluations,
             "evaluations per accepted step": record.evaluations / max(accepted, 1),
+            **({"abandoned early": abandoned} if pool.search.early_rejection else {}),
             **{f"noise floor {task}": value for task, value in floor.items()},
         },
     )

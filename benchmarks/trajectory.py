@@ -18,6 +18,7 @@ from sandhi_core.grouping_order import Place, wide_order
 from sandhi_core.merging import merge
 from sandhi_core.pool import ProfileSettings, SearchSettings
 from sandhi_core.records import (
+    Accepts,
     Contributor,
     Evaluation,
     Plan,
@@ -160,7 +161,7 @@ def _walk(
     held, asked = ready
     clock, taken = Clock(), dict[frozenset[tuple[str, str]], list[Any]]()
 
-    def score(tensors: dict[str, str]) -> Evaluation:
+    def score(tensors: dict[str, str], accepts: Accepts | None = None) -> Evaluation:
         held.hold(tensors, merging.reader(tensors))
         evaluation = Evaluation(weights="", context="", split=SPLIT, tasks=answers())
         taken[frozenset(tensors.items())] = decisions(asked)

@@ -167,6 +167,9 @@ class SearchSettings(Section):
     stride: Literal["gallop", 1] = "gallop"
     tolerance: Positive | None = None
     """Drop up to which a step is accepted; by default the model's largest budget."""
+    early_rejection: bool = False
+    """Stop scoring as soon as a candidate cannot be accepted any more, whatever is still unanswered. The decisions are
+    the same; steps that are rejected so have no scores in the record."""
 
     @field_validator("stride", mode="before")
     @classmethod

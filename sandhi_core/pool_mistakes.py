@@ -75,6 +75,8 @@ def _words(detail: ErrorDetails, pool: type[BaseModel]) -> tuple[str, str]:
             if given is None:
                 return "is empty", _WRITE[kind]
             return f"must be {_SHAPES[kind]}", _as_number(given) or _WRITE[kind]
+        case "bool_type":
+            return "is empty" if given is None else "must be true or false", "write true or false, without quotes"
         case "string_type" if given is None or field not in ("device", "cache_memory", "device_memory"):
             return ("is empty", "give it a value") if given is None else ("must be text", "put quotes around it")
         case "string_type" | "string_pattern_mismatch":

@@ -6,6 +6,7 @@ Dagster shows and that decides what is stale.
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
@@ -14,6 +15,8 @@ Component = Literal["attn", "mlp"]
 Split = Literal["profile", "search", "holdout"]
 Scores = dict[str, float]
 """Task name to the value of that task's metric, in the metric's own unit and direction."""
+Accepts = Callable[[Scores], bool]
+"""Whether a search keeps weights of these scores. No better score is refused where a worse one is accepted."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -248,7 +251,8 @@ class Plan(Record):
 
 class Step(Record):
     """One decided step. `scores` is None where a gallop accepted it inside a longer stride without scoring the
-    prefix that ends here; such a step is no cutoff. `tensors` maps tensor name to the shared tensor's digest."""
+    prefix that ends here (such a step is no cutoff), and where early rejection stopped the scoring. `tensors` maps
+    tensor name to the shared tensor's digest."""
 
     index: int
     component: Component

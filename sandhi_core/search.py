@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from sandhi_core.cutoffs import drops_of, within
 from sandhi_core.pool import SearchSettings
-from sandhi_core.records import Evaluation, Plan, PlannedStep, Recipe, Scores, Step, Trajectory
+from sandhi_core.records import Accepts, Evaluation, Plan, PlannedStep, Recipe, Scores, Step, Trajectory
 
-Score = Callable[[dict[str, str]], Evaluation]
+Score = Callable[[dict[str, str], Accepts | None], Evaluation | None]
 """The original's weights with these tensors (name to shared digest; all that is accepted and tried) to an
-evaluation."""
+evaluation. Where it is told what will be accepted it may give None instead: abandoned, the scores would be refused."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Failed:
-    """A trial that was rejected: that many steps beyond the decided ones, and its scores."""
+    """A trial that was rejected: that many steps beyond the decided ones, and its scores (None: abandoned)."""
 
     size: int
-    scores: Scores
+    scores: Scores | None
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,19 @@ class _Walk:
     def accepted(self) -> tuple[Step, ...]:
         return tuple(s for s in self.decided if s.decision == "accepted")
 
-    def next_trial(self, remaining: int) -> tuple[int, Scores | None]:
-        """How many steps to try at once, and their scores where they are known already."""
+    def next_trial(self, remaining: int) -> tuple[int, _Failed | None]:
+        """How many steps to try at once, and the trial that this repeats, whose outcome is known."""
         if self.failed is None:
             return min(self.stride, remaining), None
-        if self.failed.size == 1:
-            return 1, self.failed.scores
-        return self.failed.size // 2, None
+        if self.failed.size > 1:
+            return self.failed.size // 2, None
+        # A trial that was abandoned may hold after all where the floor has sunk since.
+        known = self.failed.scores is not None or not self.rule.sinks
+        return 1, self.failed if known else None
 
-    def after(self, steps: Sequence[Step], scores: Scores) -> "_Walk":
+    def after(self, steps: Sequence[Step], scores: Scores | None) -> "_Walk":
         """The walk with a trial of `steps` judged by its `scores`."""
-        if self.rule.accepts(scores):
+        if scores is not None and self.rule.accepts(scores):
             *inner, last = steps
             left = self.failed.size - len(steps) if self.failed is not None else 0
             return replace(
@@ -84,7 +86,7 @@ class _Walk:
             )
         if len(steps) > 1:
             return replace(self, failed=_Failed(len(steps), scores))
-        finite = {task: value for task, value in scores.items() if math.isfinite(value)}
+        finite = None if scores is None else {task: value for task, value in scores.items() if math.isfinite(value)}
         rejected = steps[0].model_copy(update={"decision": "rejected", "scores": finite})
         return replace(self, decided=(*self.decided, rejected), stride=1, failed=None)
 
@@ -103,7 +105,7 @@ def search(
     `stride: 1` scores every step. `gallop` tries 1, 2, 4, ... steps at once while that holds and bisects a
     trial that does not, down to one step that fails on top of what was accepted. Every accepted prefix that
     was scored is within tolerance; where damage only adds up, both strides decide alike. NaN is never
-    accepted.
+    accepted. With early rejection `score` is told what will be accepted; the decisions are the same.
     """
     higher_is_better = {task: result.higher_is_better for task, result in baseline.tasks.items()}
     rule = _Rule(tolerance, higher_is_better, baseline.scores, sinks=settings.accept == "reference")
@@ -112,12 +114,15 @@ def search(
     evaluations = 0
     while len(walk.decided) < len(plan.steps):
         done = len(walk.decided)
-        size, scores = walk.next_trial(len(plan.steps) - done)
+        size, known = walk.next_trial(len(plan.steps) - done)
         ready += [_step(i, plan.steps[i], shared) for i in range(len(ready), done + size)]
         trial = ready[done : done + size]
-        if scores is None:
-            scores = _scored((*walk.accepted, *trial), score)
+        if known is None:
+            accepts = walk.rule.accepts if settings.early_rejection else None
+            scores = _scored((*walk.accepted, *trial), score, accepts)
             evaluations += 1
+        else:
+            scores = known.scores
         walk = walk.after(trial, scores)
     return Trajectory(
         pool=plan.pool,
@@ -143,6 +148,9 @@ def _step(index: int, planned: PlannedStep, shared: Callable[[Recipe], str]) -> 
     )
 
 
-def _scored(steps: Sequence[Step], score: Score) -> Scores:
+def _scored(steps: Sequence[Step], score: Score, accepts: Accepts | None) -> Scores | None:
     tensors = {name: digest for step in steps for name, digest in step.tensors.items()}
-    return score(tensors).scores
+    evaluation = score(tensors, accepts)
+    # With early rejection no refused scores are recorded, so that the record does not depend on what was scored before.
+    refused = evaluation is None or (accepts is not None and not accepts(evaluation.scores))
+    return None if refused or evaluation is None else evaluation.scores

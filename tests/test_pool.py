@@ -52,6 +52,7 @@ def test_everything_but_models_and_tasks_has_a_default(tmp_path: Path) -> None:
     assert (pool.evaluation.splits.profile, pool.evaluation.seed) == (0.3, 42)
     assert (pool.grouping.candidates, pool.grouping.on_new_model) == ("wide", "join")
     assert (pool.search.accept, pool.search.stride, pool.search.tolerance) == ("original", "gallop", None)
+    assert pool.search.early_rejection is False
     assert pool.deploy.device_bytes == 80 * 2**30
 
 
@@ -64,7 +65,7 @@ evaluation: {include_path: tasks/, batch_tokens: 64, cache_memory: 512 MiB, dtyp
              splits: {profile: 0.2, search: 0.5, holdout: 0.3}, seed: 7}
 profile: {seeds: [1, 2], gate: 0}
 grouping: {candidates: reference, on_new_model: regroup, on_removed_model: keep}
-search: {accept: reference, stride: 1, tolerance: 0.01}
+search: {accept: reference, stride: 1, tolerance: 0.01, early_rejection: true}
 merging: {methods: [mean], rescale: common}
 deploy: {engine: vllm, device_memory: 1.5 GB}
 """
@@ -74,7 +75,7 @@ deploy: {engine: vllm, device_memory: 1.5 GB}
     assert (pool.evaluation.device, pool.evaluation.threads) == ("cuda:1", 2)
     assert (pool.profile.seeds, pool.profile.gate) == ((1, 2), 0.0)
     assert pool.evaluation.cache_memory == "512 MiB"
-    assert pool.search.stride == 1
+    assert pool.search.stride == 1 and pool.search.early_rejection is True
     assert pool.deploy.device_bytes == 1_500_000_000
 
 
@@ -156,6 +157,9 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, edit: tuple[str, str],
         ("search: {tolerance: 0.03}", "search.tolerance is below a budget of 0.04"),
         ("search: {stride: 2}", "search.stride must be 'gallop' or 1"),
         ("search: {stride: true}", "search.stride must be gallop or 1"),
+        ("search: {early_rejection: 1}", "search.early_rejection must be true or false (write true or false"),
+        ("search: {early_rejection: 'true'}", "search.early_rejection must be true or false (write true or false"),
+        ("search: {early_rejection:}", "search.early_rejection is empty (write true or false"),
         ("search: []", "search must be a mapping of fields to values"),
         (
             "evaluation: {splits: {profile: 0.5}}",

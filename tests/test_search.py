@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sandhi_core.cutoffs import EPSILON, tensors_at
 from sandhi_core.pool import SearchSettings
 from sandhi_core.records import (
+    Accepts,
     Contributor,
     Evaluation,
     Plan,
@@ -17,7 +18,7 @@ from sandhi_core.records import (
     Recipe,
     Trajectory,
 )
-from sandhi_core.search import search
+from sandhi_core.search import Score, search
 from tests.synthetic import evaluation
 
 GALLOP, ONE = SearchSettings(), SearchSettings(stride=1)
@@ -64,7 +65,7 @@ class Scorer:
         self.of = of or (lambda steps: sum(damage[i] for i in sorted(steps)))
         self.asked: list[frozenset[int]] = []
 
-    def __call__(self, tensors: dict[str, str]) -> Evaluation:
+    def __call__(self, tensors: dict[str, str], accepts: Accepts | None = None) -> Evaluation | None:
         steps = frozenset(int(d) for d in tensors.values())
         self.asked.append(steps)
         return evaluation({"task": 0.9 - self.of(set(steps))})
@@ -119,7 +120,7 @@ def test_every_task_has_to_hold_in_its_own_direction() -> None:
     )
     outcomes = iter([(0.88, 2.0), (0.9, 3.3), (0.87, 3.0), (0.95, 3.2)])
 
-    def score(tensors: dict[str, str]) -> Evaluation:
+    def score(tensors: dict[str, str], accepts: Accepts | None) -> Evaluation:
         acc, perplexity = next(outcomes)
         tasks = evaluation({"acc": acc}).tasks
         return baseline.model_copy(
@@ -201,10 +202,10 @@ def test_every_scored_prefix_is_within_tolerance_whatever_the_scores(
 def test_a_killed_walk_repeats_itself_from_the_score_log(
     damage: list[float], killed_after: int, settings: SearchSettings
 ) -> None:
-    steps, log = plan(len(damage)), dict[str, Evaluation]()
+    steps, log = plan(len(damage)), dict[str, Evaluation | None]()
 
-    def logged(score: Scorer, limit: int | None) -> Callable[[dict[str, str], int], Evaluation]:
-        def inner(tensors: dict[str, str]) -> Evaluation:
+    def logged(score: Scorer, limit: int | None) -> Score:
+        def inner(tensors: dict[str, str], accepts: Accepts | None) -> Evaluation | None:
             key = str(sorted(tensors.items()))
             if key not in log:
                 if limit is not None and len(log) >= limit:
@@ -223,3 +224,69 @@ def test_a_killed_walk_repeats_itself_from_the_score_log(
     assert resumed.canonical() == whole.canonical()
     asked = first.asked + second.asked
     assert len(asked) == len(set(asked))
+
+
+class Abandoning(Scorer):
+    """Abandons what would be refused, except where `whole` says that the refusal came too late to spare anything."""
+
+    def __init__(
+        self, damage: Sequence[float], of: Callable[[set[int]], float] | None = None, whole: Sequence[bool] = (False,)
+    ) -> None:
+        super().__init__(damage, of)
+        self.whole = whole
+        self.told: list[bool] = []
+
+    def __call__(self, tensors: dict[str, str], accepts: Accepts | None = None) -> Evaluation | None:
+        found = super().__call__(tensors)
+        self.told.append(accepts is not None)
+        spared = not self.whole[len(self.asked) % len(self.whole)]
+        return None if found and spared and accepts and not accepts(found.scores) else found
+
+
+def early(settings: SearchSettings) -> SearchSettings:
+    return settings.model_copy(update={"early_rejection": True})
+
+
+def test_what_is_accepted_is_only_told_where_early_rejection_is_wanted() -> None:
+    off, on = Abandoning([0.06, 0.0]), Abandoning([0.06, 0.0])
+    assert all(s.scores is not None for s in walk(plan(2), ONE, off).steps) and off.told == [False, False]
+    assert [s.scores for s in walk(plan(2), early(ONE), on).steps] == [None, {"task": 0.9}] and on.told == [True, True]
+
+
+def test_an_abandoned_trial_is_a_rejection_that_is_not_asked_for_again() -> None:
+    damage = [0.0] * 16
+    damage[9] = 1.0
+    whole, spared = Scorer(damage), Abandoning(damage)
+    expected, found = walk(plan(16), GALLOP, whole), walk(plan(16), early(GALLOP), spared)
+    assert decisions(found) == decisions(expected) and spared.asked == whole.asked
+    assert found.steps[9].scores is None and found.evaluations == expected.evaluations
+    assert Trajectory.parse(found.canonical()) == found
+
+
+def test_an_abandoned_trial_is_asked_for_again_where_the_floor_sank_since() -> None:
+    gallop = SearchSettings(accept="reference")
+    score = Abandoning([0.01, 0.03, 0.03])
+    assert decisions(walk(plan(3), early(gallop), score)) == "+++"
+    assert score.asked == [{0}, {0, 1, 2}, {0, 1}, {0, 1, 2}]
+
+
+@given(
+    st.integers(1, 25),
+    st.integers(0, 2**32),
+    st.sampled_from([ONE, GALLOP, REFERENCE, SearchSettings(accept="reference")]),
+    st.lists(st.booleans(), min_size=1, max_size=5),
+)
+def test_early_rejection_decides_alike_whatever_the_scores(
+    steps: int, seed: int, settings: SearchSettings, whole: list[bool]
+) -> None:
+    def of(chosen: set[int]) -> float:
+        lost = hash((seed, *sorted(chosen))) % 1000
+        return math.nan if lost < 20 else lost / 10_000
+
+    expected = walk(plan(steps), settings, Scorer([], of))
+    found = walk(plan(steps), early(settings), Abandoning([], of, whole))
+    assert decisions(found) == decisions(expected)
+    for step, same in zip(found.steps, expected.steps, strict=True):
+        assert step.scores == same.scores or (step.scores is None and step.decision == "rejected")
+    assert found.evaluations >= expected.evaluations
+    assert found.evaluations == expected.evaluations or (settings.accept, settings.stride) == ("reference", "gallop")

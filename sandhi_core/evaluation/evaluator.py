@@ -9,12 +9,13 @@ from torch import Tensor
 
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.conditions import conditions, dtype_of
+from sandhi_core.evaluation.early import AbandonedError, Watch, best
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS, Suite, load_tasks
 from sandhi_core.graph import STAGES
 from sandhi_core.pool import EvaluationSettings, ModelEntry
-from sandhi_core.records import Component, Evaluation, Fingerprint, Scores, Split, TaskResult, digest_of
+from sandhi_core.records import Accepts, Component, Evaluation, Fingerprint, Scores, Split, TaskResult, digest_of
 from sandhi_core.store import Store
 
 
@@ -53,7 +54,8 @@ def merged_weights(fingerprint: Fingerprint, tensors: Mapping[str, str], store: 
 class Evaluator:
     """Scores one model. The model is loaded by stock transformers at the first score that is not in the log.
 
-    `evaluated` is called with the seconds of every fresh evaluation; `evaluations` counts them.
+    `evaluated` is called with the seconds of every fresh evaluation; `evaluations` counts them. `original`: the
+    checkpoint's own weights.
     Raises TaskError where a task cannot be built.
     """
 
@@ -68,7 +70,7 @@ class Evaluator:
         evaluated: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._directory = directory
-        self._fingerprint = fingerprint
+        self.original = Weights(weights_key(fingerprint.digest, {}))
         self._entry = entry
         self._settings = settings
         self._log = log
@@ -87,6 +89,19 @@ class Evaluator:
         context = self._contexts[split]
         return self._log.get(weights.key, context) or self._made(context, split, weights)
 
+    def judged(self, split: Split, weights: Weights, accepts: Accepts) -> Evaluation | None:
+        """As `evaluate`, but None as soon as it is certain that `accepts` refuses the scores; what is certain then is
+        in the log too."""
+        context = self._contexts[split]
+        if whole := self._log.get(weights.key, context):
+            return whole
+        known = self._log.get(weights.key, _at_most(context))
+        if known is not None and not accepts(best(self.suite, known.scores)):
+            return None
+        original = self.evaluate(split, self.original)
+        found = self._made(context, split, weights, watch=Watch(self.suite, split, original, accepts))
+        return found if found.context == context else None
+
     def noise_floor(self, split: Split) -> Scores:
         """By task, how far the original's score moves when it is computed in batches of half the size: what a budget
         must exceed to mean anything.
@@ -95,9 +110,8 @@ class Evaluator:
         """
         # Other batches first: the states that are kept are then those of the batches that the search uses.
         context = digest_of([self._contexts[split], "half the batch"])
-        original = Weights(weights_key(self._fingerprint.digest, {}))
-        other = self._log.get(original.key, context) or self._made(context, split, original, halved=True)
-        usual = self.evaluate(split, original)
+        other = self._log.get(self.original.key, context) or self._made(context, split, self.original, halved=True)
+        usual = self.evaluate(split, self.original)
         floor = {task: abs(usual.scores[task] - other.scores[task]) for task in usual.scores}
         for task in self._entry.tasks:
             if task.budget <= floor[task.task]:
@@ -109,12 +123,18 @@ class Evaluator:
                 )
         return floor
 
-    def _made(self, context: str, split: Split, weights: Weights, *, halved: bool = False) -> Evaluation:
+    def _made(
+        self, context: str, split: Split, weights: Weights, *, halved: bool = False, watch: Watch | None = None
+    ) -> Evaluation:
+        """A fresh evaluation; where `watch` abandons it, what the scores are at most, under the context of that."""
         started = time.monotonic()
         if self.resident is None:
             self.resident = Resident(self._directory, self._entry.name, self._settings)
         self.resident.hold(weights.tensors, weights.read)
-        tasks = self.resident.answers(self.suite, split, halved=halved)
+        try:
+            tasks = self.resident.answers(self.suite, split, halved=halved, watch=watch)
+        except AbandonedError as abandoned:
+            context, tasks = _at_most(context), abandoned.at_most
         if not weights.tensors:
             self._require_answers(split)
         evaluation = Evaluation(weights=weights.key, context=context, split=split, tasks=tasks)
@@ -141,6 +161,11 @@ def score_directory(
     """What stock transformers makes of the files in `directory`; nothing is logged or looked up."""
     resident = Resident(directory, entry.name, settings)
     return resident.answers(load_tasks(entry, settings, cache_directory), split)
+
+
+def _at_most(context: str) -> str:
+    """The context of upper bounds of the scores in `context`."""
+    return digest_of([context, "at most"])
 
 
 def _context(suite: Suite, split: Split, settings: EvaluationSettings) -> str:

@@ -21,11 +21,11 @@ ATTENTION = "self_attn"
 @dataclass
 class States:
     """Hidden states of all packs under some weights. `weights`: changed tensors to what names their bytes. `entering`:
-    by layer, what goes into it, and `attended`: what its attention gives, a tensor a pack, [1, T, width]."""
+    by layer, what goes into it, and `attended`: what its attention gives, by the pack's place, [1, T, width]."""
 
     weights: Mapping[str, str] = field(default_factory=dict)
-    entering: dict[int, list[Tensor]] = field(default_factory=dict)
-    attended: dict[int, list[Tensor]] = field(default_factory=dict)
+    entering: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    attended: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     def start(self, weights: Mapping[str, str]) -> tuple[int, bool]:
         """The deepest layer from which `weights` must be computed, and whether its attention is known too."""
@@ -172,26 +172,29 @@ class LayeredModel:
         logits: Tensor = out.logits[0]
         return logits
 
-    def swept(self, packs: Sequence[Pack], cache: LayerCache, weights: Mapping[str, str]) -> Iterator[Tensor]:
-        """The logits of every pack under `weights`, which the model holds now; layers that are known are skipped."""
+    def swept(
+        self, packs: Sequence[Pack], cache: LayerCache, weights: Mapping[str, str], order: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Every pack's place and its logits under `weights`, which the model holds now; layers that are known are
+        skipped. `order`: in which the packs are computed; it changes no number."""
         cache.settle(weights)
         start, attended = cache.kept.start(weights)
         kept, states = cache.kept, cache.begun(weights, start)
         keep = frozenset(n for n in cache.layers if n >= start)
-        for at, pack in enumerate(packs):
+        for at in range(len(packs)) if order is None else order:
             run = _Run(
                 start,
                 kept.entering[start][at] if start else None,
                 kept.attended[start][at] if attended else None,
                 keep,
             )
-            yield self.logits(pack, run)
+            yield at, self.logits(packs[at], run)
             if attended:
                 run.kept_attended[start] = kept.attended[start][at]
             for layer in keep - {start, 0}:
-                states.entering.setdefault(layer, []).append(run.kept_entering[layer])
+                states.entering.setdefault(layer, {})[at] = run.kept_entering[layer]
             for layer in keep:
-                states.attended.setdefault(layer, []).append(run.kept_attended[layer])
+                states.attended.setdefault(layer, {})[at] = run.kept_attended[layer]
         cache.trial = states  # complete: a pass that was cut short is never built on
 
 

@@ -18,6 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from sandhi_core.evaluation.drafts import Drafts
+from sandhi_core.evaluation.early import Following, Watch
 from sandhi_core.evaluation.layers import LayerCache, LayeredModel
 from sandhi_core.evaluation.packing import Pack, Scored, cheapest, pack, scored
 
@@ -26,12 +27,17 @@ logger = logging.getLogger(__name__)
 Request = tuple[tuple[str, str], list[int], list[int]]
 """(context, continuation) as texts, then the tokens of each."""
 
-
-Answer = tuple[list[float], tuple[int, ...]]
-"""Of a sequence's targets: the log-likelihood of each, and the greedy choice in its place."""
-
 CHECKED = 4
 """So many requests, besides the longest, are scored both ways before packing is trusted."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a sequence's targets: the log-likelihood of each, and the greedy choice in its place."""
+
+    targets: tuple[int, ...]
+    own: list[float]
+    chosen: tuple[int, ...]
 
 
 @dataclass
@@ -65,6 +71,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self._asked: dict[bytes, _Asked] = {}  # in the order of their last use
         self._kinds = 1
         self._parts = 1
+        self._following: Following | None = None
         self._encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -82,23 +89,39 @@ class PackedLM(HFLM):  # type: ignore[misc]
         if self.plain is not None:
             plainly: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True, override_bs)
             return plainly
-        found = self._packed(requests)
+        found = self._packed(requests, self._following)
         for (texts, _, _), answer in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found
 
-    def answer(self, requests: dict[str, list[Instance]], weights: Mapping[str, str], *, halved: bool = False) -> None:
-        """Append one response to every request's `resps`, under `weights`, which the model holds now; `halved`: in
-        batches of half the size, which moves floating-point noise and nothing else."""
+    def answer(
+        self,
+        requests: dict[str, list[Instance]],
+        weights: Mapping[str, str],
+        *,
+        halved: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        """Give every request's `resps` one response, under `weights`, which the model holds now; `halved`: in batches
+        of half the size, which moves floating-point noise and nothing else. `watch` is told what is answered and may
+        end it by an exception: then what was answered has been in vain, and nothing of it is built on."""
         self.weights = weights
         self._parts = 2 if halved else 1
         self._kinds = max(1, len(requests))
         for kind, asked in requests.items():
             # A function of the requests alone: scores must not depend on what was scored before.
             self.batch_size_per_gpu = max(1, self._batch_tokens // self._parts // self._longest(asked))
-            for request, response in zip(asked, getattr(self, kind)(asked, disable_tqdm=True), strict=True):
-                request.resps.append(response)
+            # Other kinds ask for several sequences a request, or in several passes: they are watched as a whole.
+            self._following = Following(watch, asked) if watch and kind == "loglikelihood" else None
+            try:
+                responses = getattr(self, kind)(asked, disable_tqdm=True)
+            finally:
+                self._following = None
+            for request, response in zip(asked, responses, strict=True):
+                request.resps[:] = [response]
+            if watch:
+                watch.answered(asked)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """lm-eval's own, in one call a kind of settings, so that all drafts are checked together."""
@@ -152,22 +175,26 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self.plain = reason
         logger.warning("scored plainly, without packing or layer cache: %s", reason)
 
-    def _packed(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+    def _packed(self, requests: Sequence[Request], following: Following | None = None) -> list[tuple[float, bool]]:
         sequences = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
-        answers = zip(sequences, self._scored(sequences), strict=True)
-        return [(sum(own), chosen == one.targets) for one, (own, chosen) in answers]
+        return [_whole(answer) for answer in self._scored(sequences, following=following)]
 
     def _chosen(self, sequences: Sequence[Scored], again: bool) -> list[tuple[int, ...]]:
         """The greedy choice at every target of each sequence; states are kept for those that come `again`."""
-        return [chosen for _, chosen in self._scored(sequences, again=again)]
+        return [answer.chosen for answer in self._scored(sequences, again=again)]
 
-    def _scored(self, sequences: Sequence[Scored], *, again: bool = True) -> list[Answer]:
+    def _scored(
+        self, sequences: Sequence[Scored], *, again: bool = True, following: Following | None = None
+    ) -> list[Answer]:
         asked = self._set(sequences) if again else _Asked(self._packs(sequences), LayerCache(()))
+        order = following.order(asked.packs) if following else None
         found: dict[int, Answer] = {}
         with torch.inference_mode():
-            sweep = self._layered.swept(asked.packs, asked.cache, self.weights)
-            for one, logits in zip(asked.packs, sweep, strict=True):
-                found |= _answers(one, logits)
+            for at, logits in self._layered.swept(asked.packs, asked.cache, self.weights, order):
+                answers = _answers(asked.packs[at], logits)
+                found |= answers
+                if following:
+                    following.heard({number: _whole(answer) for number, answer in answers.items()})
         return [found[number] for number in range(len(sequences))]
 
     def _set(self, sequences: Sequence[Scored]) -> _Asked:
@@ -200,6 +227,11 @@ class PackedLM(HFLM):  # type: ignore[misc]
         return range(0, self._layered.count, -(-self._layered.count // fitting))
 
 
+def _whole(answer: Answer) -> tuple[float, bool]:
+    """As lm-eval wants it: of all targets together."""
+    return sum(answer.own), answer.chosen == answer.targets
+
+
 def _answers(one: Pack, logits: Tensor) -> dict[int, Answer]:
     """By number of the sequence."""
     likelihoods = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
@@ -210,6 +242,6 @@ def _answers(one: Pack, logits: Tensor) -> dict[int, Answer]:
     answers, at = {}, 0
     for number, _, wanted in one.requests:
         span = slice(at, at + len(wanted))
-        answers[number] = own[span], tuple(chosen[span])
+        answers[number] = Answer(wanted, own[span], tuple(chosen[span]))
         at = span.stop
     return answers

@@ -11,6 +11,7 @@ from torch import Tensor
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.conditions import cache_bytes, device_of, dtype_of
+from sandhi_core.evaluation.early import AbandonedError, Watch
 from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
@@ -64,20 +65,24 @@ class Resident:
             )
         return model, tokenizer
 
-    def answers(self, suite: Suite, split: Split, *, halved: bool = False) -> dict[str, TaskResult]:
+    def answers(
+        self, suite: Suite, split: Split, *, halved: bool = False, watch: Watch | None = None
+    ) -> dict[str, TaskResult]:
         """Results of all tasks on a split under the weights held now; `halved`: in batches of half the size. Raises
-        EvaluationError."""
+        EvaluationError, and AbandonedError where `watch` does."""
         try:
             with torch.inference_mode():
-                self.scorer.answer(suite.requests(split), self._held, halved=halved)
+                self.scorer.answer(suite.requests(split), self._held, halved=halved, watch=watch)
         except torch.OutOfMemoryError:
             raise EvaluationError(
                 f"the device has no memory left for {_names(suite)}",
                 model=self._name,
                 remedy=f"lower evaluation.batch_tokens, which is {self._batch_tokens}",
             ) from None
-        except EvaluationError:
+        except AbandonedError:
             raise
+        except EvaluationError as error:  # which knows the task, not the model
+            raise self._of_model(error) from error
         except Exception as error:  # whatever lm-eval or a model type's code may raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EvaluationError(
@@ -88,8 +93,11 @@ class Resident:
             ) from error
         try:
             return {task.name: task.result(split) for task in suite.tasks}
-        except EvaluationError as error:  # which knows the task, not the model
-            raise EvaluationError(error.problem.message, model=self._name, remedy=error.problem.remedy) from error
+        except EvaluationError as error:
+            raise self._of_model(error) from error
+
+    def _of_model(self, error: EvaluationError) -> EvaluationError:
+        return EvaluationError(error.problem.message, model=self._name, remedy=error.problem.remedy)
 
     @torch.no_grad()
     def hold(self, tensors: Mapping[str, str], read: Callable[[str], Tensor]) -> None:

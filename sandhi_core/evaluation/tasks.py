@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -40,13 +41,23 @@ class SuiteTask:
 
         Raises EvaluationError where a question has no single finite number, or a NaN has no such meaning.
         """
-        questions = self.questions[split]
-        try:
+        values = self.judged(self.questions[split])
+        with self._judging():
+            value = float(self.aggregate(values))
+        return TaskResult(value=value, higher_is_better=self.higher_is_better, questions=tuple(values))
+
+    def judged(self, questions: Sequence[Question]) -> list[float]:
+        """One value a question, from the responses that its requests hold now. Raises as `result` does."""
+        with self._judging():
             for ensemble in self.task._filters:
                 if ensemble.name == self.filter:
                     ensemble.apply([request for question in questions for request in question.requests])
-            values = [self._value(question) for question in questions]
-            value = float(self.aggregate(values))
+            return [self._value(question) for question in questions]
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        try:
+            yield
         except EvaluationError:
             raise
         except (Exception, SystemExit) as error:  # a task's own functions can fail in any way
@@ -55,7 +66,6 @@ class SuiteTask:
                 f"lm-eval cannot judge the answers to task {self.name!r}: {reason}",
                 remedy="correct the task's filters and metrics",
             ) from error
-        return TaskResult(value=value, higher_is_better=self.higher_is_better, questions=tuple(values))
 
     def unanswered(self, split: Split) -> int:
         """Questions of which a response is NaN."""

@@ -107,7 +107,8 @@ def _walk(axes: Axes, trajectory: Trajectory, task: str, budget: float) -> None:
     baseline = trajectory.baseline[task]
     worse = -1.0 if trajectory.higher_is_better[task] else 1.0
     limit = baseline + worse * budget
-    scored = [(s.index + 1, s.scores[task], s.decision) for s in trajectory.steps if s.scores is not None]
+    scored = [(s.index + 1, s.scores[task], s.decision) for s in trajectory.steps if s.scores and task in s.scores]
+    unscored = [s.index + 1 for s in trajectory.steps if s.decision == "rejected" and task not in (s.scores or {})]
     accepted = [(0, baseline), *((x, y) for x, y, decision in scored if decision == "accepted")]
     rejected = [(x, y) for x, y, decision in scored if decision == "rejected"]
     inside = [limit, *(y for _, y in accepted)]
@@ -122,10 +123,14 @@ def _walk(axes: Axes, trajectory: Trajectory, task: str, budget: float) -> None:
     if near:
         axes.plot(*zip(*near, strict=True), "x", color=style.ORANGE, markersize=5.5, mew=1.5, label="rejected")
     below, above = [x for x, y in rejected if y < floor], [x for x, y in rejected if y > ceiling]
-    for far, edge, marker in ((below, low, "v"), (above, high, "^")):
+    worst = low if trajectory.higher_is_better[task] else high
+    for far, edge, marker, label in (
+        (below, low, "v", "rejected, off scale"),
+        (above, high, "^", "rejected, off scale"),
+        (unscored, worst, "d", "rejected, no score"),
+    ):
         if far:
-            at_edge = [edge] * len(far)
-            axes.plot(far, at_edge, marker, color=style.ORANGE, clip_on=False, label="rejected, off scale")
+            axes.plot(far, [edge] * len(far), marker, color=style.ORANGE, clip_on=False, label=label)
     axes.set_ylim(low, high)
 
 

@@ -67,7 +67,8 @@ def profiles_table(profiles: Mapping[str, Profile]) -> pl.DataFrame:
 
 
 def steps_table(trajectories: Mapping[str, Trajectory]) -> pl.DataFrame:
-    """A row a model, step and task; `score` is null where a stride accepted the step without scoring it."""
+    """A row a model, step and task; `score` is null where a stride accepted the step without scoring it, and where
+    scoring ended before there was one."""
     rows = [
         (
             t.model,
@@ -78,7 +79,7 @@ def steps_table(trajectories: Mapping[str, Trajectory]) -> pl.DataFrame:
             len(s.tensors),
             task,
             baseline,
-            None if s.scores is None else s.scores[task],
+            (s.scores or {}).get(task),
         )
         for t in trajectories.values()
         for s in t.steps

@@ -2,7 +2,7 @@
 
 from sandhi_core.cutoffs import EPSILON
 from sandhi_core.pool import SearchSettings
-from sandhi_core.records import Evaluation, TaskResult, Trajectory
+from sandhi_core.records import Accepts, Evaluation, TaskResult, Trajectory
 from sandhi_core.search import search
 from tests.conformance.recorded import RecordedModel
 
@@ -13,7 +13,7 @@ def replayed(model: RecordedModel, settings: SearchSettings) -> Trajectory:
     """The walk that `settings` make of a model's plan, step by step with the recorded scores."""
     scores = iter(step.scores for step in model.trajectory.steps)
 
-    def next_score(tensors: dict[str, str]) -> Evaluation:
+    def next_score(tensors: dict[str, str], accepts: Accepts | None) -> Evaluation:
         recorded = next(scores)
         return _evaluation(model.task, FAILED if recorded is None else recorded[model.task])
 

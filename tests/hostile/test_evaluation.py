@@ -10,6 +10,7 @@ import pytest
 import torch
 from lm_eval.tasks import TaskManager
 
+from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import CheckpointError, EvaluationError, StoreError, TaskError
 from sandhi_core.evaluation import requests
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, score_directory
@@ -19,6 +20,7 @@ from sandhi_core.evaluation.taskfiles import find_task, local_data_files, task_i
 from sandhi_core.evaluation.tasks import SuiteTask, load_tasks
 from sandhi_core.pool import ModelEntry
 from sandhi_core.records import Evaluation, TaskResult
+from sandhi_core.scan import fingerprint
 from tests.evaluation.local_tasks import choice_task, entry, generation_task, settings
 from tests.evaluation.test_evaluator import Q_PROJ, evaluator, replaced
 from tests.models import edit_tensors, tiny_llama
@@ -215,10 +217,11 @@ def test_weights_that_answer_with_nan_are_wrong_and_an_original_is_refused(tmp_p
     assert broken.tasks["letters"].value == 0.0
     assert set(broken.tasks["letters"].questions) == {0.0}
     assert scored.evaluate("search", Weights("w")).tasks["letters"].value > 0.0  # and nothing lingers
+    before = fingerprint(Checkpoint.open(model, "m"), tmp_path / "scans")
     edit_tensors(model, lambda tensors: tensors[Q_PROJ].fill_(torch.nan))
     again = Evaluator(
         model,
-        scored._fingerprint,
+        before,
         entry(model, ("letters", "acc")),
         settings(tmp_path / "tasks"),
         scored._log,

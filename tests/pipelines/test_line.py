@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +13,20 @@ from pathlib import Path
 import dagster as dg
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from assets import trajectory
+from assets.stage import Job
+from resources.bench import Bench
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.catalogue import load_catalogue
 from sandhi_core.evaluation.splits import split_of
 from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
 from sandhi_core.pool import load_pool
+from sandhi_core.records import Trajectory
 from tests.conftest import CHECKOUT
 from tests.pipelines.conftest import OUTSIDER, SPECIALISTS, Line, built, sandhi
 
@@ -151,6 +159,25 @@ def test_verify_accepts_the_export(line: Line) -> None:
     status, out, err = sandhi("verify", line.result["export"], "--json")
     assert status == 0, err
     assert json.loads(out)["problems"] == []
+
+
+def test_early_rejection_decides_alike(line: Line, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(line.root, tmp_path / "root"))
+    shutil.rmtree(root / "scores")
+    pool = tmp_path / "pool.yaml"
+    pool.write_text(yaml.safe_dump({**yaml.safe_load(line.pool.read_text()), "search": {"early_rejection": True}}))
+    catalogue, artifacts = load_catalogue([pool]), Artifacts(root)
+    abandoned = 0
+    for key in catalogue.keys("member"):
+        before = artifacts.load(Trajectory, "trajectory", key)
+        outcome = trajectory.run(Job(Bench(catalogue, artifacts, lambda model, seconds: None), key, False, print))
+        found = outcome.record
+        assert isinstance(found, Trajectory)
+        spared = [s.index for s in found.steps if s.decision == "rejected" and s.scores is None]
+        steps = tuple(s.model_copy(update={"scores": None}) if s.index in spared else s for s in before.steps)
+        assert found == before.model_copy(update={"steps": steps})
+        abandoned += outcome.metadata["abandoned early"]
+    assert abandoned > 0
 
 
 def test_killed_in_the_middle_and_run_again_gives_the_same_bytes(line: Line, tmp_path: Path) -> None:

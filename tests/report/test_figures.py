@@ -106,6 +106,18 @@ def test_a_walk_shows_scores_budget_and_what_failed(data: ReportData) -> None:
     assert line(figure, "deployed here")[0][0] == 11
 
 
+@pytest.mark.parametrize(("task", "panel", "worst"), [("past_tense", 0, min), ("calibration", 1, max)])
+def test_what_was_rejected_without_a_score_stands_at_the_worse_edge(
+    data: ReportData, task: str, panel: int, worst: Callable[[tuple[float, float]], float]
+) -> None:
+    walk = data.trajectories["inflector"]
+    early = {"decision": "rejected", "scores": None}
+    steps = [s.model_copy(update=early) if s.index in (1, 7) else s for s in walk.steps]
+    figure = figures.trajectory_chart(walk.model_copy(update={"steps": tuple(steps)}), data.budgets["inflector"])
+    edge = worst(figure.axes[panel].get_ylim())
+    assert list(walk.baseline)[panel] == task and line(figure, "rejected, no score", panel) == [(2, edge), (8, edge)]
+
+
 def test_a_budget_of_a_metric_where_lower_is_better_lies_above(data: ReportData) -> None:
     walk = data.trajectories["inflector"]
     figure = figures.trajectory_chart(walk, data.budgets["inflector"])

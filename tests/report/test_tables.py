@@ -27,6 +27,15 @@ def test_steps_keep_unscored_ones_as_null(data: ReportData) -> None:
     assert table["score"].null_count() == unscored > 0
 
 
+def test_steps_that_were_rejected_without_a_score_are_null_too(data: ReportData) -> None:
+    walk = data.trajectories["chemist"]
+    first = next(s.index for s in walk.steps if s.decision == "rejected")
+    for scores in (None, {}):
+        steps = [s if s.index != first else s.model_copy(update={"scores": scores}) for s in walk.steps]
+        table = steps_table({"chemist": walk.model_copy(update={"steps": tuple(steps)})})
+        assert table.filter(step=first)["score"].to_list() == [None] * len(walk.baseline)
+
+
 def test_sweeps_have_a_row_a_cutoff_and_task(data: ReportData) -> None:
     table = sweeps_table(data.cutoffs)
     assert table.filter(model="inflector").height == 2 * len(data.cutoffs["inflector"].cutoffs)
