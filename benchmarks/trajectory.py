@@ -31,7 +31,7 @@ from sandhi_core.records import (
 )  # fmt: skip
 from sandhi_core.search import search
 
-SHARE = 0.3
+SHARE = 0.05
 """How far the made-up other model lies from a single one, of each projection's standard deviation."""
 
 
