@@ -21,6 +21,7 @@ def run(job: Job) -> Outcome:
         artifacts.load(CutoffSet, "cutoffs", job.key),
         artifacts.load(Trajectory, "trajectory", job.key),
         evaluate,
+        pool.holdout.quality,
     )
     tasks = record.tasks.items()
     metadata = {
@@ -28,6 +29,7 @@ def run(job: Job) -> Outcome:
         "looks": len(record.walked),
         **{f"difference {t}": r.difference for t, r in tasks},
         **{f"certified {t}": r.certified for t, r in tasks},
+        **{f"smallest certifiable budget {t}": r.certifiable for t, r in tasks},
     }
     return Outcome(record, metadata)
 

@@ -72,13 +72,19 @@ def _scored(job: Job, model: str, tensors: dict[str, str]) -> Evaluation:
 def _within_budgets(job: Job) -> Check:
     """Every model's deployed weights against the budgets that the pool file has now."""
     pool, holdouts = job.bench.catalogue.pools[job.key], job.bench.deployed_holdouts(job.key)
+    shown = {
+        (entry.name, task): found.bound if pool.holdout.quality == "certified" else found.difference
+        for entry in pool.models
+        for task, found in holdouts[entry.name].tasks.items()
+    }
     over = [
-        f"{entry.name}, {task.task}: {holdouts[entry.name].tasks[task.task].difference:+.4f}, budget {task.budget}"
+        f"{entry.name}, {task.task}: {shown[entry.name, task.task]:+.4f}, budget {task.budget}"
         for entry in pool.models
         for task in entry.tasks
-        if -holdouts[entry.name].tasks[task.task].difference > task.budget + EPSILON
+        if -shown[entry.name, task.task] > task.budget + EPSILON
     ]
-    return Check("within_budget", not over, "; ".join(over) or "every model, on questions never used before")
+    how = "with 95 % confidence, " if pool.holdout.quality == "certified" else ""
+    return Check("within_budget", not over, "; ".join(over) or f"every model, {how}on questions never used before")
 
 
 STAGE = StageAsset(

@@ -47,7 +47,7 @@ def smollm2(cache: Path) -> Path:
 
 def _converted(gguf: Path, target: Path) -> None:
     if find_spec("gguf") is None:
-        raise RuntimeError("the package gguf is missing: pip install -e '.[bench]' -c constraints.txt")
+        raise RuntimeError("the package gguf is missing: pip install -e '.[dev]' -c constraints.txt")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,

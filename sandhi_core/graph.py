@@ -40,7 +40,7 @@ STAGES: dict[str, Stage] = {
     # model that merely joins leaves the others' nodes as they were.
     "trajectory": Stage("member", 2, ("checkpoint", "plan")),
     "cutoffs": Stage("member", 1, ("plan", "trajectory")),
-    "holdout": Stage("member", 1, ("checkpoint", "trajectory", "cutoffs")),
+    "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
     "operating_points": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "cutoffs", "holdout")),
     "merged_weights": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
     "sharing_proof": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
@@ -161,7 +161,7 @@ def own_inputs(
         case "cutoffs":
             return {"budgets": budgets}
         case _:
-            return {"scoring": scoring(pool, entry), "budgets": budgets}
+            return {"scoring": scoring(pool, entry), "budgets": budgets, "quality": pool.holdout.quality}
 
 
 def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], Any]) -> Any:

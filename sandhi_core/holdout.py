@@ -19,10 +19,11 @@ from sandhi_core.records import (
     HoldoutTask,
     Look,
     OperatingPoints,
+    Quality,
     TaskResult,
     Trajectory,
 )
-from sandhi_core.statistics import Paired, paired_interval
+from sandhi_core.statistics import Paired, least_certifiable, paired_interval
 
 
 def walk_holdout(
@@ -31,13 +32,16 @@ def walk_holdout(
     cutoffs: CutoffSet,
     trajectory: Trajectory,
     evaluate: Callable[[dict[str, str]], Evaluation],
+    quality: Quality = "point",
 ) -> HoldoutScore:
-    """Walk the cutoffs within budget on the search split until one is out of budget on the holdout.
+    """Walk the cutoffs within budget on the search split until one does not hold on the holdout.
 
     `evaluate` scores the model on the holdout split with tensors (name to shared digest) in place; `{}` is
     the original. The result is the boldest cutoff that held, at worst the original itself (0 steps, no
-    look). The point estimate decides how far the walk goes (`within_budget`). `certified` is the stricter
-    test in the same sequence: the one-sided 95 % bound kept the budget here and at every cutoff before.
+    look). With `quality` `point` the measured change decides how far the walk goes (`within_budget`); a task is
+    `certified` where its one-sided 95 % bound kept the budget here and at every cutoff before. With `certified` that
+    decides: then the chance that any model deployed has in truth lost more than its budget is at most 5 % a model,
+    however many cutoffs were tried (Learn then Test: Angelopoulos et al. 2021, arXiv:2110.01052, section 4.2).
 
     Raises EvaluationError where a task has fewer than two questions.
     """
@@ -54,12 +58,13 @@ def walk_holdout(
             for entry in model.tasks
         }
         walked.append(_look(steps, merged.weights, compared))
-        if not walked[-1].within_budget:
+        if not walked[-1].holds(quality):
             break
         boldest = walked[-1]
     return HoldoutScore(
         pool=pool,
         model=model.name,
+        quality=quality,
         steps=boldest.steps,
         weights=boldest.weights,
         tasks=boldest.tasks,
@@ -138,4 +143,5 @@ def _task(
         questions=len(merged.questions),
         within_budget=difference >= -entry.budget - EPSILON,
         certified=certifiable and interval.bound >= -entry.budget,
+        certifiable=least_certifiable(original.questions, merged.questions),
     )

@@ -179,6 +179,12 @@ class SearchSettings(Section):
         return stride
 
 
+class HoldoutSettings(Section):
+    quality: Literal["point", "certified"] = "point"
+    """What a model must show on questions never used before: `point`, a measured drop within budget; `certified`, the
+    one-sided 95 % bound of the drop within budget."""
+
+
 class MergingSettings(Section):
     methods: Annotated[tuple[Method, ...], Field(min_length=1, max_length=1, strict=False)] = ("mean",)
     rescale: Literal["none", "common"] = "none"
@@ -203,6 +209,7 @@ class Pool(Section):
     grouping: GroupingSettings = GroupingSettings()
     search: SearchSettings = SearchSettings()
     merging: MergingSettings = MergingSettings()
+    holdout: HoldoutSettings = HoldoutSettings()
     deploy: DeploySettings = DeploySettings()
 
     def tolerance(self, model: ModelEntry) -> dict[str, float]:

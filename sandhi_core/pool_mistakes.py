@@ -105,7 +105,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _closest(written: str, known: list[str]) -> str | None:
-    return next(iter(get_close_matches(written.lower()[:80], known, n=1)), None)
+    return next(iter(get_close_matches(written.lower()[:80], known, n=1, cutoff=0.65)), None)
 
 
 def _instead(written: str, meant: str | None) -> str:

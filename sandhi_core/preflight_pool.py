@@ -15,6 +15,7 @@ from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.pool_rules import is_fraction
 from sandhi_core.records import Fingerprint, Split
+from sandhi_core.statistics import certifiable_budget, certifying_questions
 from sandhi_core.vocabulary import TOKENIZER, token_ids
 
 Questions = Mapping[str, Mapping[str, Mapping[Split, int]]]
@@ -39,6 +40,7 @@ def check_pool(
             problems += _coarse_budget(entry, task)
             if task.task in counted:
                 problems += _budget(pool, entry, task, counted[task.task])
+                problems += _certifiable(pool, entry, task, counted[task.task]["holdout"])
     problems += _room(fingerprints, root)
     return problems
 
@@ -191,6 +193,21 @@ def _budget(pool: Pool, entry: ModelEntry, task: TaskBudget, counted: Mapping[Sp
                 f"give the task that many questions, or a budget of at least {1 / count:.4g}",
                 model=entry.name,
             )
+
+
+def _certifiable(pool: Pool, entry: ModelEntry, task: TaskBudget, count: int) -> Iterator[Problem]:
+    """Of right-or-wrong answers it is known beforehand what so many can certify at best."""
+    wanted = pool.holdout.quality == "certified" and is_fraction(task.metric) and count > 0
+    if wanted and task.budget < certifiable_budget(count):
+        needed = certifying_questions(task.budget)
+        yield _problem(
+            "budget-uncertifiable",
+            f"budget {task.budget:g} of task {task.task} cannot be certified by the {count} questions of the holdout "
+            f"split; that takes {needed} there, about {ceil(needed / pool.evaluation.splits.holdout)} in all",
+            f"give the task that many questions, a budget of at least {certifiable_budget(count):.4g}, "
+            "or set holdout.quality: point",
+            model=entry.name,
+        )
 
 
 def _coarse_budget(entry: ModelEntry, task: TaskBudget) -> Iterator[Problem]:

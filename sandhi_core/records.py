@@ -303,7 +303,8 @@ class CutoffSet(Record):
 class HoldoutTask(Record):
     """Paired comparison on questions never used before. `difference` is the change of the metric, merged minus
     original, turned so that negative is worse; `low` and `high` bound it at 95 %; `bound` is its one-sided 95 %
-    lower bound."""
+    lower bound. `certifiable` is the smallest budget that so many questions, answered with this much variance, could
+    certify of weights that lose nothing."""
 
     metric: str
     budget: float
@@ -316,6 +317,11 @@ class HoldoutTask(Record):
     questions: int
     within_budget: bool
     certified: bool
+    certifiable: float
+
+
+Quality = Literal["point", "certified"]
+"""What a model must show on the holdout: the measured change within budget, or its one-sided 95 % bound."""
 
 
 class Look(Record):
@@ -327,6 +333,10 @@ class Look(Record):
     weights: str  # the name under which exactly these weights were scored
     tasks: dict[str, HoldoutTask]
 
+    def holds(self, quality: Quality) -> bool:
+        """Whether these weights may be deployed."""
+        return self.within_budget and (quality == "point" or all(task.certified for task in self.tasks.values()))
+
 
 class HoldoutScore(Record):
     """A cutoff that holds on the holdout, by fixed-sequence testing from safe to bold: as walked the boldest, after
@@ -334,6 +344,7 @@ class HoldoutScore(Record):
 
     pool: str
     model: str
+    quality: Quality = "point"
     steps: int
     weights: str
     tasks: dict[str, HoldoutTask]
@@ -343,7 +354,7 @@ class HoldoutScore(Record):
     @property
     def held(self) -> dict[int, Look]:
         """Every cutoff that may be deployed, by its steps: the original, and what was looked at and held."""
-        return {look.steps: look for look in (self.original, *self.walked) if look.within_budget}
+        return {look.steps: look for look in (self.original, *self.walked) if look.holds(self.quality)}
 
     def going(self, steps: int) -> "HoldoutScore":
         """The score of another cutoff of the same walk. Raises KeyError unless it is in `held`."""

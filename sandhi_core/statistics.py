@@ -14,6 +14,7 @@ TWO_SIDED = 0.975
 """Quantile of both ends of a 95 % interval."""
 ONE_SIDED = 0.95
 """Quantile of a one-sided 95 % bound."""
+_Z2 = float(stats.norm.ppf(ONE_SIDED)) ** 2
 
 
 class Paired(NamedTuple):
@@ -45,6 +46,29 @@ def paired_interval(original: Sequence[float], merged: Sequence[float], higher_i
         gained, lost = int(np.sum(better > worse)), int(np.sum(better < worse))
         return _tango(gained, lost, before.size)
     return _paired_t(after - before if higher_is_better else before - after, float(np.ptp([before, after])))
+
+
+def least_certifiable(original: Sequence[float], merged: Sequence[float]) -> float:
+    """The smallest loss, in the metric's unit, that a one-sided 95 % bound could exclude with so many questions if the
+    two had the same mean: of right-or-wrong answers where no pair differs, else with the variance that was found.
+
+    Raises EvaluationError as `paired_interval` does.
+    """
+    found = paired_interval(original, merged, True)
+    if {*original, *merged} <= {0.0, 1.0}:
+        return certifiable_budget(len(original))
+    return found.difference - found.bound
+
+
+def certifiable_budget(questions: int) -> float:
+    """The smallest budget that so many right-or-wrong answers can certify: Tango's limit where no pair differs, which
+    is z^2 / (n + z^2)."""
+    return _Z2 / (questions + _Z2)
+
+
+def certifying_questions(budget: float) -> int:
+    """The fewest right-or-wrong answers that can certify a budget below 1."""
+    return math.ceil(_Z2 * (1.0 / budget - 1.0) - 1e-9)
 
 
 def _tango(gained: int, lost: int, n: int) -> Paired:

@@ -141,6 +141,13 @@ def test_a_budget_changed_within_the_tolerance(world: World) -> None:
     assert {s for s, k in ran if k == "p"} == POOL_STAGES
 
 
+def test_what_must_be_shown_on_the_holdout_changed(world: World) -> None:
+    certified = {"holdout": {"quality": "certified"}}
+    ran = world.build(catalogue(make_pool("p", ["a", "b", "c", "x", "y"], **certified)), FILES)
+    assert {s for s, k in ran if k.startswith("p.")} == {"holdout"}
+    assert {s for s, k in ran if k == "p"} <= POOL_STAGES and not stages(ran) & {"checkpoint", "profile", "groups"}
+
+
 def test_weights_changed(world: World) -> None:
     ran = world.build(catalogue(make_pool("p", ["a", "b", "c", "x", "y"])), {**FILES, "x": "other"})
     assert stages(ran, "x") >= {"checkpoint", "profile", "plan", "trajectory"}

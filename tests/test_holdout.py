@@ -1,5 +1,8 @@
 """The walk over the holdout: safe to bold, one look each, stop at the first that fails."""
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +15,12 @@ from sandhi_core.records import (
     CutoffSet,
     Evaluation,
     HoldoutScore,
+    Quality,
     Step,
     TaskResult,
     Trajectory,
 )
+from sandhi_core.statistics import certifiable_budget
 from tests.synthetic import holdout, points_at
 
 MODEL = ModelEntry(
@@ -96,8 +101,8 @@ class Scripted:
         )
 
 
-def walk(evaluate: Scripted, decisions: str, within: dict[int, bool]) -> HoldoutScore:
-    return walk_holdout("p", MODEL, cutoff_set(within), trajectory(decisions), evaluate)
+def walk(evaluate: Scripted, decisions: str, within: dict[int, bool], quality: Quality = "point") -> HoldoutScore:
+    return walk_holdout("p", MODEL, cutoff_set(within), trajectory(decisions), evaluate, quality)
 
 
 def looks(score: HoldoutScore) -> list[tuple[int, bool]]:
@@ -229,3 +234,58 @@ def test_the_result_is_the_end_of_the_unbroken_run_within_budget(wrong: list[int
     assert len(score.walked) == min(expected + 1, len(wrong) - 1)
     assert all(task.within_budget for task in score.tasks.values())
     assert HoldoutScore.parse(score.canonical()) == score
+
+
+def test_a_certified_walk_stops_at_the_first_that_is_not_certified() -> None:
+    within = dict.fromkeys(range(5), True)
+    evaluate = Scripted(wrong=[10, 9, 10, 14, 8])
+    score = walk(evaluate, "aaaa", within, "certified")
+    assert looks(score) == [(1, True), (2, True), (3, True)]  # the third is within budget as measured, but not surely
+    assert (score.steps, sorted(score.held), len(evaluate.asked)) == (2, [0, 1, 2], 4)
+    assert score.quality == "certified" and all(task.certified for task in score.tasks.values())
+    with pytest.raises(KeyError):
+        score.going(3)
+    assert walk(Scripted(wrong=[10, 9, 10, 14, 8]), "aaaa", within).steps == 4
+
+
+def test_the_smallest_certifiable_budget_is_that_of_weights_that_change_nothing() -> None:
+    score = walk(Scripted(wrong=[10, 10]), "a", {0: True, 1: True}, "certified")
+    assert score.tasks["law"].certifiable == pytest.approx(-score.tasks["law"].bound)
+    assert score.tasks["law"].certifiable == certifiable_budget(QUESTIONS)
+    prose = score.tasks["prose"]
+    assert prose.certifiable == pytest.approx(prose.difference - prose.bound)
+
+
+class Simulated:
+    """Answers as drawn from a population in which every further tensor loses what `drops` says."""
+
+    def __init__(self, drops: list[float], questions: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.original = (rng.random(questions) < 0.8).astype(float)
+        self.answers = [self.original]
+        for drop in drops:  # right answers are lost and wrong ones gained so that the mean falls by `drop`
+            lost, gained = (drop + 0.02) / 0.8, 0.02 / 0.2
+            chance = rng.random(questions)
+            self.answers.append(np.where(self.original == 1.0, chance >= lost, chance < gained).astype(float))
+
+    def __call__(self, tensors: dict[str, str]) -> Evaluation:
+        law = tuple(self.answers[len(tensors)].tolist())
+        prose = TaskResult(value=8.0, higher_is_better=False, questions=(8.0, 8.0))
+        result = TaskResult(value=float(np.mean(law)), higher_is_better=True, questions=law)
+        return Evaluation(weights="w", context="c", split="holdout", tasks={"law": result, "prose": prose})
+
+
+@pytest.mark.parametrize("drops", [[0.05] * 4, [0.0, 0.02, 0.05, 0.05]], ids=["all at the budget", "some safe"])
+def test_a_certified_walk_deploys_too_bold_a_cutoff_in_at_most_a_twentieth_of_all_pools(drops: list[float]) -> None:
+    """The budget is 0.05: every cutoff that loses just that is one too many, at the edge where errors are likeliest."""
+    law = MODEL.model_copy(update={"tasks": MODEL.tasks[:1]})
+    safe, trials = sum(drop < 0.05 for drop in drops), 400
+    wrong = right = 0
+    for seed in range(trials):
+        cutoffs = cutoff_set(dict.fromkeys(range(len(drops) + 1), True))
+        score = walk_holdout("p", law, cutoffs, trajectory("a" * len(drops)), Simulated(drops, 400, seed), "certified")
+        wrong += score.steps > safe
+        right += score.steps == safe
+    error = 3 * math.sqrt(0.05 * 0.95 / trials)
+    assert 0.01 < wrong / trials < 0.05 + error  # not so cautious either that it says nothing
+    assert right / trials > (0.9 if safe == 0 else 0.3)

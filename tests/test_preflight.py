@@ -8,10 +8,11 @@ import torch
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import Problem
-from sandhi_core.pool import DeploySettings, EvaluationSettings, ModelEntry, Pool, TaskBudget
+from sandhi_core.pool import DeploySettings, EvaluationSettings, HoldoutSettings, ModelEntry, Pool, TaskBudget
 from sandhi_core.preflight import check_model, check_pool
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.scan import fingerprint
+from sandhi_core.statistics import certifiable_budget
 from tests.models import (
     BUILDERS,
     CHARACTERS,
@@ -204,6 +205,22 @@ def test_the_number_asked_for_is_enough(tmp_path: Path, budget: float) -> None:
     needed = int(problem.message.split("that takes ")[1].split()[0])
     assert too_fine(needed) == []
     assert needed == 2 or too_fine(needed - 1) != []
+
+
+@pytest.mark.parametrize("budget", [0.02, 0.05, 1 / 7])
+def test_a_budget_that_the_holdout_cannot_certify_is_refused_where_it_must_be(tmp_path: Path, budget: float) -> None:
+    pool, found = pool_of(tmp_path, twins(tmp_path), budget=budget)
+    certified = pool.model_copy(update={"holdout": HoldoutSettings(quality="certified")})
+
+    def refused(holdout: int) -> list[Problem]:
+        problems = check_pool(certified, found, counts(99, 99, holdout, "a"), tmp_path)
+        return [p for p in problems if p.code == "budget-uncertifiable"]
+
+    (problem,) = refused(8)
+    needed = int(problem.message.split("that takes ")[1].split()[0])
+    assert refused(needed) == [] and refused(needed - 1) != []
+    assert certifiable_budget(needed) <= budget < certifiable_budget(needed - 1)
+    assert check_pool(pool, found, counts(99, 99, needed - 1, "a"), tmp_path) == []
 
 
 @pytest.mark.parametrize(

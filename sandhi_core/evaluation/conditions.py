@@ -42,13 +42,22 @@ def dtype_of(settings: EvaluationSettings) -> "torch.dtype | str":
     return torch.float32 if device_of(settings) == "cpu" else "auto"
 
 
-def cache_bytes(settings: EvaluationSettings) -> int:
-    """Bytes for hidden states: as set, or a quarter of what is free where models are scored."""
-    if settings.cache_memory is not None:
-        return size_in_bytes(settings.cache_memory)
+def cache_bytes(settings: EvaluationSettings) -> dict[str, int]:
+    """Bytes for hidden states by the device they may live on, where models are scored first: as set, or a quarter of
+    what is free there."""
     device = device_of(settings)
-    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else _free_memory()
-    return free // 4
+    places = [device] if device == "cpu" else [device, "cpu"]
+    if settings.cache_memory is not None:
+        return dict.fromkeys(places, size_in_bytes(settings.cache_memory))
+    return {place: _free(place) // 4 for place in places}
+
+
+def _free(device: str) -> int:
+    """Bytes that tensors may still take there. Unknown (mps): none."""
+    if device.startswith("cuda"):
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return _free_memory() if device == "cpu" else 0
 
 
 def _free_memory() -> int:

@@ -56,11 +56,12 @@ class LayerCache:
     """The states of the weights that are kept, and of the last trial.
 
     A trial was accepted when the next weights hold all that it held: then its states are kept. Otherwise those above
-    the change are dropped, and what was kept before still is.
+    the change are dropped, and what was kept before still is. States live on `device`.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int], device: str = "cpu") -> None:
         self.layers = frozenset(layers)
+        self.device = device
         self.kept = States()
         self.trial: States | None = None
 
@@ -184,17 +185,17 @@ class LayeredModel:
         for at in range(len(packs)) if order is None else order:
             run = _Run(
                 start,
-                kept.entering[start][at] if start else None,
-                kept.attended[start][at] if attended else None,
+                kept.entering[start][at].to(self.model.device) if start else None,
+                kept.attended[start][at].to(self.model.device) if attended else None,
                 keep,
             )
             yield at, self.logits(packs[at], run)
             if attended:
                 run.kept_attended[start] = kept.attended[start][at]
             for layer in keep - {start, 0}:
-                states.entering.setdefault(layer, {})[at] = run.kept_entering[layer]
+                states.entering.setdefault(layer, {})[at] = run.kept_entering[layer].to(cache.device)
             for layer in keep:
-                states.attended.setdefault(layer, {})[at] = run.kept_attended[layer]
+                states.attended.setdefault(layer, {})[at] = run.kept_attended[layer].to(cache.device)
         cache.trial = states  # complete: a pass that was cut short is never built on
 
 

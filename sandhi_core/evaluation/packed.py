@@ -52,11 +52,14 @@ class PackedLM(HFLM):  # type: ignore[misc]
     """A resident model that scores requests packed, from the lowest layer that changed.
 
     `weights` names the tensors that are changed now (to what names their bytes); whoever changes the model's
-    weights keeps it true. `batch_tokens`: tokens computed at once. `cache_bytes`: what hidden states may take.
+    weights keeps it true. `batch_tokens`: tokens computed at once. `cache`: bytes that hidden states may take, by the
+    device they live on; of devices that hold as many the first.
     `plain` says why the model is scored plainly, where it is.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, batch_tokens: int = 8192, cache_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, batch_tokens: int = 8192, cache: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=64)
         self.weights: Mapping[str, str] = {}
         self.plain: str | None = None
@@ -67,7 +70,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
         except (ValueError, AttributeError) as error:
             self._score_plainly(str(error))
         self._checked = False
-        self._cache_bytes = cache_bytes
+        self._cache = {str(model.device): 1 << 30} if cache is None else cache
         self._asked: dict[bytes, _Asked] = {}  # in the order of their last use
         self._kinds = 1
         self._parts = 1
@@ -209,7 +212,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
             packs = self._packs(sequences)
             while len(self._asked) >= self._kinds:
                 del self._asked[next(iter(self._asked))]
-            asked = _Asked(packs, LayerCache(self._cached_layers(sum(len(p.parents) for p in packs))))
+            asked = _Asked(packs, self._layer_cache(sum(len(p.parents) for p in packs)))
         self._asked[key] = asked
         return asked
 
@@ -217,14 +220,14 @@ class PackedLM(HFLM):  # type: ignore[misc]
         budget, packs = cheapest(sequences, self.model.config.get_text_config().hidden_size, self._batch_tokens)
         return packs if self._parts == 1 else pack(sequences, max(1, budget // self._parts))
 
-    def _cached_layers(self, tokens: int) -> range:
-        """Every so many layers that kept and tried states, each before and within a layer, fit into cache_bytes."""
-        config = self.model.config.get_text_config()
-        one = 4 * tokens * config.hidden_size * self.model.dtype.itemsize
-        fitting = min(self._cache_bytes // self._kinds // max(one, 1), self._layered.count)
-        if fitting == 0:
-            return range(0)
-        return range(0, self._layered.count, -(-self._layered.count // fitting))
+    def _layer_cache(self, tokens: int) -> LayerCache:
+        """Every so many layers that kept and tried states, each before and within a layer, fit where most do."""
+        config, count = self.model.config.get_text_config(), self._layered.count
+        one = 4 * tokens * config.hidden_size * self.model.dtype.itemsize * self._kinds
+        fitting = {device: min(most // max(one, 1), count) for device, most in self._cache.items()}
+        device = max(fitting, key=lambda place: fitting[place], default="cpu")
+        most = fitting.get(device, 0)
+        return LayerCache(range(0, count, -(-count // most)) if most else (), device)
 
 
 def _whole(answer: Answer) -> tuple[float, bool]:

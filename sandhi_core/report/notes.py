@@ -4,7 +4,8 @@ QUALITY = (
     "Changes are turned so that negative is worse. Within budget: the measured change keeps the budget.",
     "Certified: so does its one-sided 95 % bound, here and at every cutoff that was tried before it. One of those "
     "that missed it leaves a model uncertified, however sure its own interval looks; so does a metric that is no "
-    "mean over questions, of which the interval says nothing.",
+    "mean over questions, of which the interval says nothing. Certifiable from: the smallest budget that so many "
+    "questions could certify of weights that lose nothing; a smaller one takes more questions.",
 )
 
 BYTES = (

@@ -120,6 +120,7 @@ def models_table(data: ReportData) -> Table:
         "budget",
         "within budget",
         "certified",
+        "certifiable from",
     )
     rows = []
     for model in data.pool.models:
@@ -127,7 +128,7 @@ def models_table(data: ReportData) -> Table:
         for entry in model.tasks:
             if holdout is None:
                 gaps = [Cell(NOT_MEASURED, "open"), *(Cell("-") for _ in range(3))]
-                rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-"))
+                rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-", "-"))
                 continue
             rows.append(_row(model.name, entry.task, entry.metric, *_measured(holdout.tasks[entry.task])))
     return Table(
@@ -149,6 +150,7 @@ def _measured(task: HoldoutTask) -> tuple[Cell, ...]:
         f"{task.budget:g}",
         within,
         Cell(yes(task.certified), "good" if task.certified else "plain"),
+        f"{task.certifiable:.2g}",
     )
 
 

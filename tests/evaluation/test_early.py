@@ -176,7 +176,7 @@ def test_stopped_and_reordered_passes_leave_the_bits_of_the_next_as_they_were(tm
     path = tiny_llama(tmp_path / "model", num_hidden_layers=4)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    watched, fresh = PackedLM(model, tokenizer, 64, cache), PackedLM(model, tokenizer, 64, 0)
+    watched, fresh = PackedLM(model, tokenizer, 64, {"cpu": cache}), PackedLM(model, tokenizer, 64, {})
     fresh._layered = watched._layered
     chance = random.Random(7)
     names = [n for n, p in model.named_parameters() if "layers." in n and p.ndim == 2]

@@ -79,7 +79,7 @@ def test_answers_are_those_of_lm_eval(load: Load, shape: str, kind: str) -> None
 def test_cached_runs_give_the_bits_of_uncached_ones(load: Load, shape: str, cache: int) -> None:
     """A walk of random changes, some of them kept, each scored from the lowest layer that changed."""
     model, tokenizer = load(shape)
-    cached, fresh = PackedLM(model, tokenizer, 64, cache), PackedLM(model, tokenizer, 64, 0)
+    cached, fresh = PackedLM(model, tokenizer, 64, {"cpu": cache}), PackedLM(model, tokenizer, 64, {})
     fresh._layered = cached._layered  # one set of hooks on the model
     chance = random.Random(shape)
     names = [n for n, p in model.named_parameters() if "layers." in n and p.ndim == 2]
@@ -212,8 +212,26 @@ def test_other_thread_counts_and_tree_sizes_move_noise_only(load: Load) -> None:
     try:
         for count, tokens in ((1, 4096), (2, 4096), (1, 48)):
             torch.set_num_threads(count)
-            scorer = PackedLM(model, tokenizer, tokens, 0)
+            scorer = PackedLM(model, tokenizer, tokens, {})
             found.append([answer[0] for answer in scorer.loglikelihood(requests, disable_tqdm=True)])
     finally:
         torch.set_num_threads(threads)
     assert found[1] == pytest.approx(found[0], abs=1e-4) and found[2] == pytest.approx(found[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("cache", "device", "layers"),
+    [
+        ({"cuda": 4, "cpu": 4}, "cuda", [0, 1, 2, 3]),  # the model's own device, where it holds as many
+        ({"cuda": 2, "cpu": 4}, "cpu", [0, 1, 2, 3]),
+        ({"cuda": 2, "cpu": 1}, "cuda", [0, 2]),  # every second layer
+        ({"cuda": 3}, "cuda", [0, 2]),
+        ({"cuda": 0, "cpu": 0}, "cuda", []),
+        ({}, "cpu", []),
+    ],
+)
+def test_states_live_where_most_of_them_fit(load: Load, cache: dict[str, int], device: str, layers: list[int]) -> None:
+    model, tokenizer = load("llama")
+    one = 4 * 100 * model.config.hidden_size * 4  # kept and tried, before and within a layer, of 100 tokens in fp32
+    found = PackedLM(model, tokenizer, 64, {place: one * n for place, n in cache.items()})._layer_cache(100)
+    assert (found.device, sorted(found.layers)) == (device, layers)

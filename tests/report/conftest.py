@@ -278,6 +278,7 @@ def look(member: Member, walk: Trajectory, steps: int, used: float) -> Look:
             questions=400,
             within_budget=used >= -1,
             certified=member.certified and used >= -1,
+            certifiable=0.0067,
         )
     return Look(steps=steps, within_budget=used >= -1, weights=digest_of([member.name, steps]), tasks=tasks)
 
