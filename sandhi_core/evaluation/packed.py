@@ -126,6 +126,10 @@ class PackedLM(HFLM):  # type: ignore[misc]
             if watch:
                 watch.answered(asked)
 
+    def forget(self) -> None:
+        """Drop all hidden states: what is asked next is computed from the first layer on."""
+        self._asked.clear()
+
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """lm-eval's own, in one call a kind of settings, so that all drafts are checked together."""
         if self.plain is None:

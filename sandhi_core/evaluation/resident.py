@@ -133,6 +133,11 @@ class Resident:
         if not torch.equal(parameter, original):
             raise self._unfit(name, "transformers does not hold this tensor as the file does")
 
+    def module(self, tensor: str) -> Any:
+        """The module whose weight a tensor name in the files means. Raises EvaluationError where there is none."""
+        parameter = self._parameter(tensor)
+        return next(m for m in self.model.modules() if getattr(m, "weight", None) is parameter)
+
     def _parameter(self, name: str) -> Tensor:
         """The model's parameter of a tensor name in the files, which may lack transformers' prefix."""
         for candidate in (name, f"model.{name}"):
