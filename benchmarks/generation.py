@@ -11,11 +11,11 @@ SHARE = 0.05
 """Of a projection's standard deviation: how far its elements are moved."""
 
 
-def generation(source: Source, folder: Path, questions: int, threads: int) -> Row:
+def generation(source: Source, folder: Path, questions: int, shots: int, threads: int) -> Row:
     """Scores the original once by each way, then the changed model: that is the row."""
     clock, agreed = Clock(), Agreement()
     held = resident(source.directory, threads)
-    asked = suite(write(folder / "tasks", questions), [GENERATION], folder / "cache")
+    asked = suite(write(folder / "tasks", questions, shots=shots), [GENERATION], folder / "cache")
     theirs = Theirs(held, asked)
     middle = source.fingerprint.layers // 2
     changed = {slot.tensor: "near" for slot in source.components["mlp", middle]}

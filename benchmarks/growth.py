@@ -34,9 +34,9 @@ class Curve:
         return table((self.by, "seconds", "to linear"), lines)
 
 
-def growth(directory: Path, layers: int, folder: Path, questions: int, threads: int) -> list[Curve]:
+def growth(directory: Path, layers: int, folder: Path, questions: int, shots: int, threads: int) -> list[Curve]:
     """Full packed passes: of copies with fewer layers, of fewer questions a task, of fewer choices a question."""
-    whole = suite(write(folder / "tasks", questions), TASKS, folder / "cache")
+    whole = suite(write(folder / "tasks", questions, shots=shots), TASKS, folder / "cache")
     by_layers = []
     for count in sorted({max(1, layers * part // 4) for part in (1, 2, 3, 4)}):
         copy = truncated(directory, folder / f"{directory.name}-{count}", count)
@@ -48,7 +48,7 @@ def growth(directory: Path, layers: int, folder: Path, questions: int, threads: 
     ]
     by_choices = []
     for count in (1, 2, 3, 4):
-        files = write(folder / f"tasks-{count}", questions, count)
+        files = write(folder / f"tasks-{count}", questions, count, shots=shots)
         by_choices.append((count, _pass(held, suite(files, TASKS, folder / "cache"))))
     say("growth: done")
     names = ("layers", "questions", "choices a question")

@@ -1,7 +1,7 @@
 """What is asked: two multiple-choice tasks and a generation task, as ordinary local lm-eval tasks."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from sandhi_core.evaluation.tasks import Suite, SuiteTask
 from sandhi_core.records import Split
 
 TASKS = ("past", "units")
-SHOTS = {"past": 5, "units": 5}
+SHOTS = 5
 """Solved examples before every question, the same for all of a task, as lm-eval gives them with `num_fewshot`."""
 GENERATION = "generated"
 SPLIT: Split = "search"
@@ -45,11 +45,11 @@ def write(
     questions: int,
     choices: int | None = None,
     tasks: Sequence[str] = TASKS,
-    shots: Mapping[str, int] = SHOTS,
+    shots: int = SHOTS,
 ) -> Path:
     """The task files for `questions` questions of each task, and one that has the same prompts answered in text."""
     folder.mkdir(parents=True)
-    asked = {task: rows(task, questions, choices, shots.get(task, 0)) for task in tasks}
+    asked = {task: rows(task, questions, choices, shots) for task in tasks}
     for task, found in asked.items():
         _write(folder, task, definition(task), found)
     generated = {

@@ -19,7 +19,7 @@ from benchmarks.changes import Source
 from benchmarks.generation import generation
 from benchmarks.growth import growth, plot
 from benchmarks.models import smollm2
-from benchmarks.questions import TASKS
+from benchmarks.questions import SHOTS, TASKS
 from benchmarks.rows import Row, compared, peak_mib
 from benchmarks.sweep import sweep
 from benchmarks.trajectory import trajectory
@@ -59,6 +59,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--questions", type=int, default=200, metavar="N", help="of each task; default: %(default)s")
     parser.add_argument(
+        "--shots", type=int, default=SHOTS, metavar="N",
+        help="solved examples before every question, but for the trajectory; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
         "--components", type=int, default=3, metavar="K",
         help="lm-eval's model is timed on so many, the rest extrapolated; default: %(default)s",
     )  # fmt: skip
@@ -74,12 +78,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help="FILE.txt and FILE.json keep table and figures; default: benchmarks/scoring-MODEL",
+        help="FILE.txt, FILE.json and FILE-growth.png keep what is found; default: benchmarks/scoring-MODEL",
     )
     options = parser.parse_args(arguments)
     counts = (options.questions, options.components, options.threads, 1 if options.steps is None else options.steps)
-    if min(counts) < 1 or options.processes < 0:
-        parser.error("numbers must be at least 1; --processes at least 0")
+    if min(counts) < 1 or min(options.processes, options.shots) < 0:
+        parser.error("numbers must be at least 1; --processes and --shots at least 0")
     if len(options.pair) > 2:
         parser.error("--pair takes one or two checkpoints")
     if "trajectory" in options.rows and (gone := [path for path in options.pair if not path.is_dir()]):
@@ -103,9 +107,12 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path) -> tuple[l
     rows: list[Row] = []
     source = Source(model, folder / "scans")
     common = {"questions": options.questions, "threads": options.threads}
+    shots = {"shots": options.shots}
     if {"sweep", "reference"} & set(options.rows):
         processes = options.processes if "reference" in options.rows else 0
-        found = sweep(source, _fresh(folder, "sweep"), components=options.components, processes=processes, **common)
+        found = sweep(
+            source, _fresh(folder, "sweep"), components=options.components, processes=processes, **shots, **common
+        )
         rows += [row for row in found if row.name in options.rows]
     if "trajectory" in options.rows:
         first, *others = [Source(path.resolve(), folder / "scans") for path in options.pair]
@@ -113,11 +120,11 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path) -> tuple[l
         pair = first, others[0] if others else None
         rows.append(trajectory(pair, options.keep, _fresh(folder, "trajectory"), **walk, **common))
     if "generation" in options.rows:
-        rows.append(generation(source, _fresh(folder, "generation"), **common))
+        rows.append(generation(source, _fresh(folder, "generation"), **shots, **common))
     if "growth" not in options.rows:
         return rows, "", {}
-    curves = growth(model, source.fingerprint.layers, _fresh(folder, "growth"), **common)
-    plot(curves, f"{model.name}, {options.threads} threads", options.out.with_name("scoring-growth.png"))
+    curves = growth(model, source.fingerprint.layers, _fresh(folder, "growth"), **shots, **common)
+    plot(curves, f"{model.name}, {options.threads} threads", options.out.with_name(f"{options.out.name}-growth.png"))
     text = "\n\n".join(["", f"growth of one full pass, {model.name} (peak {peak_mib():,} MiB)", *map(str, curves)])
     return rows, text, {curve.by: {"points": curve.points, "to_linear": curve.ratios()} for curve in curves}
 
@@ -144,13 +151,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, grown, curves = _measured(options, model, Path(name))
     machine = _machine()
     conditions = (
-        f"{options.questions} questions a task, float32, {options.threads} threads on {machine['cores']} cores of "
-        f"{machine['cpu']}; " + ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+        f"{options.questions} questions a task, {options.shots} solved examples before each (trajectory: none), "
+        f"float32, {options.threads} threads on {machine['cores']} cores of {machine['cpu']}; "
+        + ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     )
     text = "\n".join(filter(None, [conditions, "", compared(rows) if rows else "", grown]))
     figures = {
         "model": model.name,
         "questions": options.questions,
+        "shots": options.shots,
         "threads": options.threads,
         "machine": machine,
         "rows": [row.plain() for row in rows],

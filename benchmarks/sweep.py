@@ -9,7 +9,7 @@ from benchmarks.changes import Source
 from benchmarks.models import rewritten
 from benchmarks.questions import SPLIT, TASKS, decisions, suite, write
 from benchmarks.rows import Row, peak_mib
-from benchmarks.ways import Agreement, Clock, Theirs, process, resident, say, started
+from benchmarks.ways import Agreement, Clock, Theirs, process, resident, say, start
 from sandhi_core.grouping_order import Place
 
 
@@ -21,12 +21,14 @@ def spread(places: Sequence[Place], count: int) -> list[Place]:
     return [places[round(i * (len(places) - 1) / (count - 1))] for i in range(count)]
 
 
-def sweep(source: Source, folder: Path, questions: int, components: int, processes: int, threads: int) -> list[Row]:
+def sweep(
+    source: Source, folder: Path, questions: int, components: int, processes: int, shots: int, threads: int
+) -> list[Row]:
     """Both rows; with no `processes` the first alone. `folder`: an empty one for tasks and changed checkpoints."""
     clock, small, large = Clock(), Agreement(), Agreement()
     with clock("start"):
-        started()
-    tasks = write(folder / "tasks", questions)
+        start()
+    tasks = write(folder / "tasks", questions, shots=shots)
     with clock("load"):
         held = resident(source.directory, threads)
         asked = suite(tasks, TASKS, folder / "cache")

@@ -120,7 +120,7 @@ def trajectory(
     """Both walks in full, or the step-by-step one over the first `steps` only. `tolerance`: absolute drop of each
     task's accuracy."""
     first, other = pair
-    files = write(folder / "tasks", questions, tasks=tasks, shots={})
+    files = write(folder / "tasks", questions, tasks=tasks, shots=0)
 
     def ready() -> tuple[Resident, Suite]:
         return resident(first.directory, threads), suite(files, tasks, folder / "cache")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from benchmarks.questions import SPLIT, decisions, shortened, taken
+from benchmarks.questions import SPLIT, shortened, taken
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
@@ -72,11 +72,9 @@ def resident(directory: Path, threads: int, cache: str | None = None) -> Residen
     return Resident(directory, directory.name, EvaluationSettings.model_validate(given))
 
 
-def started() -> float:
-    """Seconds until a new process has imported what ours needs: the other ways' processes pay that too."""
-    begun = time.perf_counter()
+def start() -> None:
+    """A new process that imports what ours needs: the other ways' processes pay that too."""
     subprocess.run([sys.executable, "-c", "import sandhi_core.evaluation.resident"], check=True)
-    return time.perf_counter() - begun
 
 
 class _TokenisedOnce(HFLM):  # type: ignore[misc]
@@ -157,6 +155,3 @@ def process(checkpoint: Path, tasks: Path, asked: Suite, threads: int, out: Path
         lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"])
         found += [taken([float(likelihood) for likelihood, _ in line["filtered_resps"]]) for line in lines]
     return found
-
-
-__all__ = ["Agreement", "Clock", "Theirs", "decisions", "process", "resident", "say", "started"]

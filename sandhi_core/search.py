@@ -152,5 +152,6 @@ def _scored(steps: Sequence[Step], score: Score, accepts: Accepts | None) -> Sco
     tensors = {name: digest for step in steps for name, digest in step.tensors.items()}
     evaluation = score(tensors, accepts)
     # With early rejection no refused scores are recorded, so that the record does not depend on what was scored before.
-    refused = evaluation is None or (accepts is not None and not accepts(evaluation.scores))
-    return None if refused or evaluation is None else evaluation.scores
+    if evaluation is None or (accepts is not None and not accepts(evaluation.scores)):
+        return None
+    return evaluation.scores

@@ -4,10 +4,8 @@ What is asked, tokenised, truncated and templated stays lm-eval's own code; only
 against lm-eval's own numbers when a model is first asked; a model that cannot be packed is scored plainly.
 """
 
-import hashlib
 import logging
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +17,14 @@ from torch import Tensor
 
 from sandhi_core.evaluation.drafts import Drafts
 from sandhi_core.evaluation.early import Following, Watch
-from sandhi_core.evaluation.layers import LayerCache, LayeredModel
-from sandhi_core.evaluation.packing import Pack, Scored, cheapest, pack, scored
+from sandhi_core.evaluation.layers import LayeredModel
+from sandhi_core.evaluation.packing import Pack, Scored, scored
+from sandhi_core.evaluation.sets import PackedSets
 
 logger = logging.getLogger(__name__)
 
-Request = tuple[tuple[str, str], list[int], list[int]]
-"""(context, continuation) as texts, then the tokens of each."""
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""(context, continuation) as texts where these are known, then the tokens of each."""
 
 CHECKED = 4
 """So many requests, besides the longest, are scored both ways before packing is trusted."""
@@ -38,14 +37,6 @@ class Answer:
     targets: tuple[int, ...]
     own: list[float]
     chosen: tuple[int, ...]
-
-
-@dataclass
-class _Asked:
-    """One set of sequences: packed once, its states kept from call to call."""
-
-    packs: list[Pack]
-    cache: LayerCache
 
 
 class PackedLM(HFLM):  # type: ignore[misc]
@@ -69,11 +60,13 @@ class PackedLM(HFLM):  # type: ignore[misc]
             self._layered = LayeredModel(model)
         except (ValueError, AttributeError) as error:
             self._score_plainly(str(error))
+        else:
+            memory = {str(model.device): 1 << 30} if cache is None else cache
+            width = model.config.get_text_config().hidden_size
+            self.sets = PackedSets(width, model.dtype.itemsize, self._layered.count, batch_tokens, memory)
         self._checked = False
-        self._cache = {str(model.device): 1 << 30} if cache is None else cache
-        self._asked: dict[bytes, _Asked] = {}  # in the order of their last use
-        self._kinds = 1
-        self._parts = 1
+        self._answering: list[int] = []  # the requests of the last `answer`, by their identity
+        self._halved = False
         self._following: Following | None = None
         self._encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
 
@@ -92,7 +85,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
         if self.plain is not None:
             plainly: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True, override_bs)
             return plainly
-        found = self._packed(requests, self._following)
+        found = self._packed(requests, following=self._following)
         for (texts, _, _), answer in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -110,11 +103,14 @@ class PackedLM(HFLM):  # type: ignore[misc]
         of half the size, which moves floating-point noise and nothing else. `watch` is told what is answered and may
         end it by an exception: then what was answered has been in vain, and nothing of it is built on."""
         self.weights = weights
-        self._parts = 2 if halved else 1
-        self._kinds = max(1, len(requests))
+        self._halved = halved
+        same = [id(request) for asked in requests.values() for request in asked]
+        if same != self._answering:
+            self.forget()
+        self._answering = same
         for kind, asked in requests.items():
             # A function of the requests alone: scores must not depend on what was scored before.
-            self.batch_size_per_gpu = max(1, self._batch_tokens // self._parts // self._longest(asked))
+            self.batch_size_per_gpu = max(1, self._batch_tokens // (2 if halved else 1) // self._longest(asked))
             # Other kinds ask for several sequences a request, or in several passes: they are watched as a whole.
             self._following = Following(watch, asked) if watch and kind == "loglikelihood" else None
             try:
@@ -128,10 +124,15 @@ class PackedLM(HFLM):  # type: ignore[misc]
 
     def forget(self) -> None:
         """Drop all hidden states: what is asked next is computed from the first layer on."""
-        self._asked.clear()
+        if self.plain is None:
+            self.sets.forget()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """lm-eval's own, in one call a kind of settings, so that all drafts are checked together."""
+        if self.plain is None and not self._checked and requests:
+            longest = max(requests, key=lambda request: len(request.args[0]))
+            contexts = [self.tok_encode(request.args[0]) for request in (*requests[:CHECKED], longest)]
+            self._check([(None, tokens[:1], tokens[1:]) for tokens in contexts if len(tokens) > 1])
         if self.plain is None:
             self.batch_size_per_gpu = max(1, len(requests))
         texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
@@ -159,15 +160,17 @@ class PackedLM(HFLM):  # type: ignore[misc]
         longest: int = min(max(len(self.tok_encode(max(texts, key=len))), 1), self.max_length)
         return longest
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _check(self, requests: list[Request]) -> None:
         """Hold packed answers to lm-eval's own on the longest request and a few more: masks, positions or scaling that
         an architecture has and this does not know show there."""
+        if not requests:
+            return
         longest = max(requests, key=lambda r: len(r[1]) + len(r[2]))
         sample = [*requests[:CHECKED], longest]
         own = super()._loglikelihood_tokens(sample, True)
         slack = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 5e-2
         try:
-            found = self._packed(sample)
+            found = self._packed(sample, again=False)
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             self._score_plainly(" ".join(str(error).split()))
             return
@@ -182,9 +185,11 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self.plain = reason
         logger.warning("scored plainly, without packing or layer cache: %s", reason)
 
-    def _packed(self, requests: Sequence[Request], following: Following | None = None) -> list[tuple[float, bool]]:
+    def _packed(
+        self, requests: Sequence[Request], *, again: bool = True, following: Following | None = None
+    ) -> list[tuple[float, bool]]:
         sequences = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
-        return [_whole(answer) for answer in self._scored(sequences, following=following)]
+        return [_whole(answer) for answer in self._scored(sequences, again=again, following=following)]
 
     def _chosen(self, sequences: Sequence[Scored], again: bool) -> list[tuple[int, ...]]:
         """The greedy choice at every target of each sequence; states are kept for those that come `again`."""
@@ -193,7 +198,10 @@ class PackedLM(HFLM):  # type: ignore[misc]
     def _scored(
         self, sequences: Sequence[Scored], *, again: bool = True, following: Following | None = None
     ) -> list[Answer]:
-        asked = self._set(sequences) if again else _Asked(self._packs(sequences), LayerCache(()))
+        if again and not self._halved:
+            asked = self.sets.lasting(sequences, alone=not self._answering)
+        else:
+            asked = self.sets.passing(sequences, halved=self._halved)
         order = following.order(asked.packs) if following else None
         found: dict[int, Answer] = {}
         with torch.inference_mode():
@@ -203,35 +211,6 @@ class PackedLM(HFLM):  # type: ignore[misc]
                 if following:
                     following.heard({number: _whole(answer) for number, answer in answers.items()})
         return [found[number] for number in range(len(sequences))]
-
-    def _set(self, sequences: Sequence[Scored]) -> _Asked:
-        """The packs of `sequences`, made when they are first asked. States of as many sets are kept as one call of
-        `answer` asks kinds of requests."""
-        digest = hashlib.sha256(str(self._parts).encode())
-        for one in sequences:
-            digest.update(array("q", [len(one.tokens), len(one.targets), *one.tokens, *one.targets]).tobytes())
-        key = digest.digest()
-        asked = self._asked.pop(key, None)
-        if asked is None:
-            packs = self._packs(sequences)
-            while len(self._asked) >= self._kinds:
-                del self._asked[next(iter(self._asked))]
-            asked = _Asked(packs, self._layer_cache(sum(len(p.parents) for p in packs)))
-        self._asked[key] = asked
-        return asked
-
-    def _packs(self, sequences: Sequence[Scored]) -> list[Pack]:
-        budget, packs = cheapest(sequences, self.model.config.get_text_config().hidden_size, self._batch_tokens)
-        return packs if self._parts == 1 else pack(sequences, max(1, budget // self._parts))
-
-    def _layer_cache(self, tokens: int) -> LayerCache:
-        """Every so many layers that kept and tried states, each before and within a layer, fit where most do."""
-        config, count = self.model.config.get_text_config(), self._layered.count
-        one = 4 * tokens * config.hidden_size * self.model.dtype.itemsize * self._kinds
-        fitting = {device: min(most // max(one, 1), count) for device, most in self._cache.items()}
-        device = max(fitting, key=lambda place: fitting[place], default="cpu")
-        most = fitting.get(device, 0)
-        return LayerCache(range(0, count, -(-count // most)) if most else (), device)
 
 
 def _whole(answer: Answer) -> tuple[float, bool]:

@@ -16,8 +16,9 @@ from torch import Tensor
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
 """Budgets of a tree that are tried."""
 
-KERNELS = 4e6
-"""Measured on two CPU cores; only how many trees there are depends on it."""
+LAYER_START = 4e6
+"""What starting a layer costs, in multiply-adds of its matrices, about as found on two CPU cores. It decides how large
+trees are, and so how fast scores come, not what they are."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,9 @@ def pack(sequences: Sequence[Scored], budget: int) -> list[Pack]:
 
 def cost(packs: Sequence[Pack], width: int) -> float:
     """What a pass over `packs` costs, in tokens of a layer's matrices: attention over a tree of T tokens in a model of
-    that width adds T / (6 width) of these a token, and starting a layer as much as KERNELS / width^2 tokens."""
+    that width adds T / (6 width) of these a token, and starting a layer as much as LAYER_START / width^2 tokens."""
     sizes = [len(one.parents) for one in packs]
-    return sum(size + size * size / (6 * width) + KERNELS / width**2 for size in sizes)
+    return sum(size + size * size / (6 * width) + LAYER_START / width**2 for size in sizes)
 
 
 def cheapest(sequences: Sequence[Scored], width: int, most: int) -> tuple[int, list[Pack]]:

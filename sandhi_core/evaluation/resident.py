@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
-from sandhi_core.evaluation.conditions import cache_bytes, device_of, dtype_of
+from sandhi_core.evaluation.conditions import device_of, dtype_of
 from sandhi_core.evaluation.early import AbandonedError, Watch
+from sandhi_core.evaluation.free_memory import cache_bytes
 from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings

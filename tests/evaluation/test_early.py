@@ -199,7 +199,7 @@ def test_stopped_and_reordered_passes_leave_the_bits_of_the_next_as_they_were(tm
             found = bits(watched, weights, Whim(step, (None, 1, 0, None)[step % 4]))
         except AbandonedError:
             stopped += 1
-            assert all(asked.cache.trial is None for asked in watched._asked.values())
+            assert all(asked.cache.trial is None for asked in watched.sets.kept.values())
             found = None
         assert found in (None, bits(fresh, {name: f"fresh {step}"}, None))
         if found is not None and chance.random() < 0.7:

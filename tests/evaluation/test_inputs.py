@@ -26,7 +26,7 @@ def test_every_slot_has_the_moments_of_what_it_reads(tmp_path: Path) -> None:
     grams = input_grams(held, suite, "profile", found.slots)
     assert set(grams) == {slot.tensor for slot in found.slots}
 
-    packs = [pack for asked in held.scorer._asked.values() for pack in asked.packs]
+    packs = [pack for asked in held.scorer.sets.kept.values() for pack in asked.packs]
     seen: dict[str, list[torch.Tensor]] = {slot.tensor: [] for slot in found.slots}
     hooks = [
         held.module(name).register_forward_pre_hook(lambda _, given, name=name: seen[name].append(given[0][0]))

@@ -136,6 +136,28 @@ def test_only_layers_from_the_change_on_are_computed(load: Load, layers_run: lis
     assert computed("model.embed_tokens.weight") == [0, 1, 2, 3]
 
 
+def test_every_kind_of_request_has_its_states(load: Load, layers_run: list[int]) -> None:
+    """Several settings of generation and more windows than a batch are several sets; all start at the change."""
+    model, tokenizer = load("llama")
+    scorer = PackedLM(model, tokenizer, 200)
+    outputs = [
+        Instance("generate_until", {}, (f"{n} what", {"until": [], "max_gen_toks": room, "do_sample": False}), n)
+        for room in (3, 4)
+        for n in range(3)
+    ]
+    requests = {"loglikelihood": asked(questions=3), "loglikelihood_rolling": asked("loglikelihood_rolling", 9)}
+    requests["generate_until"] = outputs
+    scorer.answer(requests, {})
+    assert len(scorer.sets.kept) > 4
+    for layer in (3, 2):
+        layers_run.clear()
+        scorer.answer(requests, {f"model.layers.{layer}.self_attn.q_proj.weight": "named alone: nothing changed"})
+        assert set(layers_run) == set(range(layer, 4))
+    layers_run.clear()
+    scorer.answer({"loglikelihood": asked(questions=4)}, {})
+    assert 0 in layers_run and len(scorer.sets.kept) == 1  # other questions: what was kept of the old is dropped
+
+
 def test_a_trial_after_a_restart_still_teaches_what_lies_below_it(load: Load, layers_run: list[int]) -> None:
     """The original's score may come from the log, so that its states were never computed."""
     model, tokenizer = load("llama")
@@ -154,7 +176,7 @@ def test_a_pass_that_is_cut_short_leaves_nothing_behind(load: Load) -> None:
     scorer = PackedLM(model, tokenizer, 40)
     requests = asked(questions=5)
     whole = scorer.loglikelihood(requests, disable_tqdm=True)
-    (state,) = scorer._asked.values()
+    (state,) = scorer.sets.kept.values()
     assert len(state.packs) > 1
     scorer.weights = {"model.layers.1.mlp.up_proj.weight": "new"}
     sweep = scorer._layered.swept(state.packs, state.cache, scorer.weights)
@@ -189,6 +211,18 @@ def test_what_cannot_be_packed_is_scored_plainly_and_the_log_says_so(
     assert [f[0] for f in found] == pytest.approx([o[0] for o in own], abs=1e-4)
 
 
+def test_a_model_that_only_generates_is_held_to_lm_eval_too(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load("llama")
+    original = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda *a, **k: original(*a, **{**k, "attention_mask": None}))
+    texts = [f"what comes after {letter} and so on" for letter in "abcdefgh"]  # of one length: nothing is padded
+    requests = [Instance("generate_until", {}, (t, {"until": [], "max_gen_toks": 4}), i) for i, t in enumerate(texts)]
+    own = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1).generate_until(requests, disable_tqdm=True)
+    scorer = PackedLM(model, tokenizer)
+    assert scorer.generate_until(requests, disable_tqdm=True) == own
+    assert scorer.plain is not None
+
+
 @pytest.mark.parametrize("arguments", [{}, {"num_fewshot": 3}, {"apply_chat_template": True}])
 def test_simple_evaluate_takes_it_as_a_model(
     load: Load, tmp_path: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -217,21 +251,3 @@ def test_other_thread_counts_and_tree_sizes_move_noise_only(load: Load) -> None:
     finally:
         torch.set_num_threads(threads)
     assert found[1] == pytest.approx(found[0], abs=1e-4) and found[2] == pytest.approx(found[0], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("cache", "device", "layers"),
-    [
-        ({"cuda": 4, "cpu": 4}, "cuda", [0, 1, 2, 3]),  # the model's own device, where it holds as many
-        ({"cuda": 2, "cpu": 4}, "cpu", [0, 1, 2, 3]),
-        ({"cuda": 2, "cpu": 1}, "cuda", [0, 2]),  # every second layer
-        ({"cuda": 3}, "cuda", [0, 2]),
-        ({"cuda": 0, "cpu": 0}, "cuda", []),
-        ({}, "cpu", []),
-    ],
-)
-def test_states_live_where_most_of_them_fit(load: Load, cache: dict[str, int], device: str, layers: list[int]) -> None:
-    model, tokenizer = load("llama")
-    one = 4 * 100 * model.config.hidden_size * 4  # kept and tried, before and within a layer, of 100 tokens in fp32
-    found = PackedLM(model, tokenizer, 64, {place: one * n for place, n in cache.items()})._layer_cache(100)
-    assert (found.device, sorted(found.layers)) == (device, layers)

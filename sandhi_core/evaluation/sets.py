@@ -1,0 +1,77 @@
+"""Sequences that are asked under weights after weights: packed once, with the hidden states that are kept of them."""
+
+import hashlib
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sandhi_core.evaluation.layers import LayerCache
+from sandhi_core.evaluation.packing import Pack, Scored, cheapest, pack
+
+
+@dataclass(frozen=True)
+class PackedSet:
+    """Sequences in their packs, and the states of these."""
+
+    packs: list[Pack]
+    cache: LayerCache
+    nbytes: int = 0  # that the states take, all layers kept
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(one.parents) for one in self.packs)
+
+
+class PackedSets:
+    """The sets of one model: `width` and `itemsize` of its hidden states, its `layers`. `batch_tokens`: of a pack at
+    most. `memory`: bytes that all states together may take, by the device they live on; of devices that hold as many
+    layers the first. What comes first has the first choice."""
+
+    def __init__(self, width: int, itemsize: int, layers: int, batch_tokens: int, memory: Mapping[str, int]) -> None:
+        self._width = width
+        self._itemsize = itemsize
+        self._layers = layers
+        self._batch_tokens = batch_tokens
+        self._memory = memory
+        self.kept: dict[bytes, PackedSet] = {}
+
+    def lasting(self, sequences: Sequence[Scored], *, alone: bool) -> PackedSet:
+        """The set of `sequences`, kept until `forget`; `alone`: instead of all that was kept before."""
+        key = _key(sequences)
+        if key not in self.kept:
+            if alone:
+                self.forget()
+            self.kept[key] = self._with_states(self._packs(sequences, 1))
+        return self.kept[key]
+
+    def passing(self, sequences: Sequence[Scored], *, halved: bool = False) -> PackedSet:
+        """A set of which nothing is kept; `halved`: in packs of half the size."""
+        return PackedSet(self._packs(sequences, 2 if halved else 1), LayerCache(()))
+
+    def forget(self) -> None:
+        """Drop all sets with their states."""
+        self.kept.clear()
+
+    def _packs(self, sequences: Sequence[Scored], parts: int) -> list[Pack]:
+        budget, packs = cheapest(sequences, self._width, self._batch_tokens)
+        return packs if parts == 1 else pack(sequences, max(1, budget // parts))
+
+    def _with_states(self, packs: list[Pack]) -> PackedSet:
+        """Every so many layers that kept and tried states, each before and within a layer, fit where most do."""
+        one = 4 * sum(len(p.parents) for p in packs) * self._width * self._itemsize
+        taken: dict[str, int] = defaultdict(int)
+        for found in self.kept.values():
+            taken[found.cache.device] += found.nbytes
+        fitting = {d: min(max(most - taken[d], 0) // max(one, 1), self._layers) for d, most in self._memory.items()}
+        device = max(fitting, key=lambda place: fitting[place], default="cpu")
+        most = fitting.get(device, 0)
+        layers = range(0, self._layers, -(-self._layers // most)) if most else range(0)
+        return PackedSet(packs, LayerCache(layers, device), one * len(layers))
+
+
+def _key(sequences: Sequence[Scored]) -> bytes:
+    digest = hashlib.sha256()
+    for one in sequences:
+        digest.update(array("q", [len(one.tokens), len(one.targets), *one.tokens, *one.targets]).tobytes())
+    return digest.digest()
