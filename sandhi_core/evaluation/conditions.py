@@ -9,7 +9,7 @@ import torch
 
 from sandhi_core.pool import EvaluationSettings, size_in_bytes
 
-SCORING_VERSION = 3
+SCORING_VERSION = 4
 """Changes whenever the same model, questions and settings would be scored otherwise than before."""
 
 
