@@ -25,11 +25,12 @@ def run(job: Job) -> Outcome:
         abandoned += found is None
         return found
 
-    floor = evaluator.noise_floor("search")
+    tolerance = pool.tolerance(entry)
+    floor = evaluator.noise_floor("search", tolerance)
     record = search(
         plan,
         pool.search,
-        pool.tolerance(entry),
+        tolerance,
         evaluator.evaluate("search", evaluator.original),
         job.bench.shared_tensors().digest,
         score,

@@ -7,7 +7,7 @@ import torch
 
 from sandhi_core.pool import EvaluationSettings
 
-SCORING_VERSION = 3
+SCORING_VERSION = 4
 """Changes whenever the same model, questions and settings would be scored otherwise than before."""
 
 

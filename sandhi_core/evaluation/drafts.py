@@ -5,12 +5,14 @@ Source of checking a draft in parallel: blockwise parallel and speculative decod
 al., 2023); greedy, so the result is token for token what decoding from scratch gives.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import GenerationMode
 
 from sandhi_core.evaluation.packing import Scored
 
@@ -23,6 +25,7 @@ UNSETTLED = 0.6
 class Drafts:
     """Keeps the first output of every context as its draft. `chosen` gives the greedy choices of the weights that the
     model holds now, one for each target of each sequence; of sequences that will be asked again, where it is told so.
+    `border`: tokens of a sequence beyond which the model sees all of it otherwise, so that one pass is not decoding.
     """
 
     def __init__(
@@ -31,11 +34,13 @@ class Drafts:
         tokenizer: Any,
         chosen: Callable[[Sequence[Scored], bool], list[Tokens]],
         batch_tokens: int,
+        border: float = math.inf,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._chosen = chosen
         self._batch_tokens = batch_tokens
+        self._border = border
         self._drafts: dict[tuple[Tokens, str], Tokens | None] = {}  # None: not to be had from checking
         self._stops: dict[str, list[int]] = {}
         self.decoded = 0  # outputs that were decoded, in part or whole
@@ -44,15 +49,36 @@ class Drafts:
         self, contexts: Sequence[Tokens], room: int, stop: Sequence[str], settings: Mapping[str, Any]
     ) -> list[Tokens]:
         """At most `room` tokens after each context, up to and with what ends it: the end of text or a `stop` text."""
+        likeliest = self._takes_the_likeliest(settings)
+        apart = {at: () for at, c in enumerate(contexts) if not likeliest or len(c) + room > self._border}
+        found = self._decoded(contexts, apart, room, stop, settings, alike=True)
         kind = repr((room, list(stop), sorted(settings.items())))
-        keys = [(context, kind) for context in contexts]
-        known = [self._drafts.get(key, ()) for key in keys]
-        found, begun = self._settled(contexts, {at: draft for at, draft in enumerate(known) if draft}, room, stop)
-        begun |= {at: () for at, draft in enumerate(known) if not draft}
+        keys = {at: (context, kind) for at, context in enumerate(contexts) if at not in apart}
+        known = {at: self._drafts.get(key, ()) for at, key in keys.items()}
+        settled, begun = self._settled(contexts, {at: draft for at, draft in known.items() if draft}, room, stop)
+        begun |= {at: () for at, draft in known.items() if not draft}
         fresh = self._decoded(contexts, begun, room, stop, settings)
         self._remember(keys, contexts, {at: out for at, out in fresh.items() if known[at] == ()})
-        found |= fresh
+        found |= settled | fresh
         return [found[at] for at in range(len(contexts))]
+
+    def is_greedy(self, settings: Mapping[str, Any]) -> bool:
+        """Whether outputs are decoded token by token, each row on its own: no beams, no other model's help."""
+        mode: GenerationMode = self._generation(settings).get_generation_mode()
+        return mode is GenerationMode.GREEDY_SEARCH
+
+    def _takes_the_likeliest(self, settings: Mapping[str, Any]) -> bool:
+        """Whether every token is the likeliest. Penalties, least lengths and suchlike, of the task or the checkpoint,
+        may agree with that under some weights and not under others, so no draft can stand for them."""
+        return not self._model._get_logits_processor(
+            self._generation(settings), input_ids_seq_length=1, encoder_input_ids=torch.zeros(1, 1, dtype=torch.int64)
+        )
+
+    def _generation(self, settings: Mapping[str, Any]) -> Any:
+        """What `generate` would make of the checkpoint's generation config and `settings`."""
+        config, _ = self._model._prepare_generation_config(None, **settings)
+        self._model._prepare_special_tokens(config, True, device=self._model.device)
+        return config
 
     def _settled(
         self, contexts: Sequence[Tokens], drafts: Mapping[int, Tokens], room: int, stop: Sequence[str]
@@ -71,7 +97,10 @@ class Drafts:
                 draft = drafts[at]
                 same = next((i for i, token in enumerate(draft) if choices[i] != token), len(draft))
                 out = draft[:same] + choices[same : same + 1]
-                if same == len(draft) or len(out) == room or self.ended([out], stop)[0]:
+                # What follows a changed token may end it elsewhere: a stop text that spans both, or no longer does.
+                sure = begun.get(at, out[:-1])
+                out = self._cut(sure, out[len(sure) :], stop)
+                if len(out) == room or self.ended([out], stop)[0]:
                     found[at] = out
                     continue
                 begun[at] = out
@@ -91,9 +120,9 @@ class Drafts:
         sequences = [Scored(contexts[at] + drafts[at][:-1], drafts[at]) for at in which]
         return dict(zip(which, self._chosen(sequences, not again), strict=True)) if sequences else {}
 
-    def _remember(self, keys: Sequence[Any], contexts: Sequence[Tokens], fresh: Mapping[int, Tokens]) -> None:
-        """Keep new outputs as drafts if checking them, under the very weights that gave them, agrees: penalties and
-        other settings that move the choice away from the likeliest token show there."""
+    def _remember(self, keys: Mapping[int, Any], contexts: Sequence[Tokens], fresh: Mapping[int, Tokens]) -> None:
+        """Keep new outputs as drafts if checking them, under the very weights that gave them, agrees: a model of which
+        one pass says something else than decoding shows there."""
         for at, choices in self._choices(contexts, {at: out for at, out in fresh.items() if out}).items():
             self._drafts[keys[at]] = fresh[at] if choices == fresh[at] else None
 
@@ -104,15 +133,23 @@ class Drafts:
         room: int,
         stop: Sequence[str],
         settings: Mapping[str, Any],
+        *,
+        alike: bool = False,
     ) -> dict[int, Tokens]:
-        """Whole outputs of the contexts that `begun` names, decoded after what is given of them there."""
+        """Whole outputs of the contexts that `begun` names, decoded after what is given of them there; `alike`: only
+        those of one length together, where padding or a longer one beside it could move an output."""
         self.decoded += len(begun)
         prefixes = {at: contexts[at] + out for at, out in begun.items()}
-        longest_first = sorted(prefixes, key=lambda at: (-len(prefixes[at]), prefixes[at], at))
+        # No row may go on to a place that none of them has alone: positions end there, or the model's scaling changes.
+        most = max((len(contexts[at]) for at in begun), default=0) + room
+        left = sorted(prefixes, key=lambda at: (-len(prefixes[at]), prefixes[at], at))
         found: dict[int, Tokens] = {}
-        while longest_first:
-            size = max(1, self._batch_tokens // (len(prefixes[longest_first[0]]) + room))
-            batch, longest_first = longest_first[:size], longest_first[size:]
+        while left:
+            width = len(prefixes[left[0]])
+            fit = [at for at in left if len(prefixes[at]) == width or not alike]
+            fit = [at for at in fit if width + room - len(begun[at]) <= most]
+            batch = fit[: max(1, self._batch_tokens // (width + room))]
+            left = [at for at in left if at not in set(batch)]
             starts = [begun[at] for at in batch]
             decoded = self._continued([prefixes[at] for at in batch], starts, room, stop, settings)
             for at, start, more in zip(batch, starts, decoded, strict=True):

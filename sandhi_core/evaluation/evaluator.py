@@ -102,11 +102,11 @@ class Evaluator:
         found = self._made(context, split, weights, watch=Watch(self.suite, split, original, accepts))
         return found if found.context == context else None
 
-    def noise_floor(self, split: Split) -> Scores:
-        """By task, how far the original's score moves when it is computed in batches of half the size: what a budget
-        must exceed to mean anything.
+    def noise_floor(self, split: Split, tolerance: Scores | None = None) -> Scores:
+        """By task, how far the original's score moves when it is computed in batches of half the size: what a budget,
+        and the `tolerance` of a search, must exceed to mean anything.
 
-        Raises EvaluationError where a task's budget does not, or as `evaluate` does.
+        Raises EvaluationError where a task's does not, or as `evaluate` does.
         """
         # Other batches first: the states that are kept are then those of the batches that the search uses.
         context = digest_of([self._contexts[split], "half the batch"])
@@ -114,13 +114,15 @@ class Evaluator:
         usual = self.evaluate(split, self.original)
         floor = {task: abs(usual.scores[task] - other.scores[task]) for task in usual.scores}
         for task in self._entry.tasks:
-            if task.budget <= floor[task.task]:
-                raise EvaluationError(
-                    f"the budget of {task.budget:g} for task {task.task!r} is no larger than what floating-point noise "
-                    f"moves its score: {floor[task.task]:g}",
-                    model=self._entry.name,
-                    remedy="give a larger budget, more questions, or score in float32",
-                )
+            limits = {"budget": task.budget, "search tolerance": (tolerance or {}).get(task.task, task.budget)}
+            for limit, value in limits.items():
+                if value <= floor[task.task]:
+                    raise EvaluationError(
+                        f"the {limit} of {value:g} for task {task.task!r} is no larger than what floating-point noise "
+                        f"moves its score: {floor[task.task]:g}",
+                        model=self._entry.name,
+                        remedy=f"give a larger {limit}, more questions, or score in float32",
+                    )
         return floor
 
     def _made(

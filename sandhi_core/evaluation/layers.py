@@ -4,6 +4,7 @@ Stock transformers computes everything: layers below the start hand on what was 
 rotary embeddings, norms and scaling stay each architecture's own.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +111,7 @@ class LayeredModel:
             raise ValueError("its decoder is no stack of layers with self-attention")
         self.count = len(layers)
         self._kinds = self._mask_kinds()
+        self.border = _border(model.config.get_text_config())
         self._run: _Run | None = None
         for index, layer in enumerate(layers):
             layer.forward = self._layer(index, layer.forward)
@@ -173,6 +175,20 @@ class LayeredModel:
         logits: Tensor = out.logits[0]
         return logits
 
+    def starts_anywhere(self, packs: Sequence[Pack], slack: float) -> bool:
+        """Whether passes that begin in the middle or at the end give what whole ones do. They do not where a layer
+        takes more from those below it than hidden states: their keys and values, for example."""
+        cache = LayerCache(range(self.count), str(self.model.device))
+        whole = [logits for _, logits in self.swept(packs, cache, {})]
+        changes = [
+            f"layers.{layer}.{part}" for layer in (self.count // 2, self.count - 1) for part in (ATTENTION, "mlp")
+        ]
+        return all(
+            torch.allclose(logits, whole[at], rtol=slack, atol=slack, equal_nan=True)
+            for change in changes
+            for at, logits in self.swept(packs, cache, {change: "as before"})
+        )
+
     def swept(
         self, packs: Sequence[Pack], cache: LayerCache, weights: Mapping[str, str], order: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
@@ -197,6 +213,14 @@ class LayeredModel:
             for layer in keep:
                 states.attended.setdefault(layer, {})[at] = run.kept_attended[layer].to(cache.device)
         cache.trial = states  # complete: a pass that was cut short is never built on
+
+
+def _border(config: Any) -> float:
+    """Tokens of a sequence beyond which its rotary embedding is another one for all of it (longrope)."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    kinds = [stated, *(inner for inner in stated.values() if isinstance(inner, dict))]  # by kind of layer
+    borders = (kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope")
+    return min(borders, default=math.inf)
 
 
 def _additive(pack: Pack, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:

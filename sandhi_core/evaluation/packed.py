@@ -7,19 +7,19 @@ against lm-eval's own numbers when a model is first asked; a model that cannot b
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 
 from sandhi_core.evaluation.drafts import Drafts
 from sandhi_core.evaluation.early import Following, Watch
 from sandhi_core.evaluation.layers import LayeredModel
-from sandhi_core.evaluation.packing import Pack, Scored, scored
-from sandhi_core.evaluation.sets import PackedSets
+from sandhi_core.evaluation.packing import Answer, Pack, Scored, answered, scored, whole
+from sandhi_core.evaluation.sets import Hidden, PackedSets
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,8 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]
 CHECKED = 4
 """So many requests, besides the longest, are scored both ways before packing is trusted."""
 
-
-@dataclass(frozen=True)
-class Answer:
-    """Of a sequence's targets: the log-likelihood of each, and the greedy choice in its place."""
-
-    targets: tuple[int, ...]
-    own: list[float]
-    chosen: tuple[int, ...]
+UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+"""What a model's code may raise where it is not made for being run so."""
 
 
 class PackedLM(HFLM):  # type: ignore[misc]
@@ -55,16 +49,21 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self.weights: Mapping[str, str] = {}
         self.plain: str | None = None
         self._batch_tokens = batch_tokens
-        self.drafts = Drafts(model, self.tokenizer, self._chosen, batch_tokens)
+        border = math.inf
         try:
             self._layered = LayeredModel(model)
-        except (ValueError, AttributeError) as error:
+        except UNFIT as error:
             self._score_plainly(str(error))
         else:
+            border = self._layered.border
             memory = {str(model.device): 1 << 30} if cache is None else cache
-            width = model.config.get_text_config().hidden_size
-            self.sets = PackedSets(width, model.dtype.itemsize, self._layered.count, batch_tokens, memory)
-        self._checked = False
+            self.sets = PackedSets(
+                Hidden(model.config.get_text_config().hidden_size, model.dtype.itemsize, self._layered.count),
+                batch_tokens, border, memory,
+            )  # fmt: skip
+        self.drafts = Drafts(model, self.tokenizer, self._chosen, batch_tokens, border)
+        self._drafted = False
+        self._checked = 0  # tokens of the longest request that was scored both ways
         self._answering: list[int] = []  # the requests of the last `answer`, by their identity
         self._halved = False
         self._following: Following | None = None
@@ -80,12 +79,11 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding gives it."""
-        if self.plain is None and not self._checked:
-            self._check(requests)
+        self._check(requests)
         if self.plain is not None:
             plainly: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True, override_bs)
             return plainly
-        found = self._packed(requests, following=self._following)
+        found = self._packed(requests, self._following)
         for (texts, _, _), answer in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -128,28 +126,41 @@ class PackedLM(HFLM):  # type: ignore[misc]
             self.sets.forget()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """lm-eval's own, in one call a kind of settings, so that all drafts are checked together."""
-        if self.plain is None and not self._checked and requests:
-            longest = max(requests, key=lambda request: len(request.args[0]))
-            contexts = [self.tok_encode(request.args[0]) for request in (*requests[:CHECKED], longest)]
-            self._check([(None, tokens[:1], tokens[1:]) for tokens in contexts if len(tokens) > 1])
-        if self.plain is None:
+        """lm-eval's own; where outputs are drafted in one call a kind of settings, so that all are checked together."""
+        contexts = {text: self.tok_encode(text) for text in {request.args[0] for request in requests}}
+        self._check([((c, ""), tokens[:-1], tokens[-1:]) for c, tokens in sorted(contexts.items()) if len(tokens) > 1])
+        self._drafted = self.plain is None and all(
+            map(self._may_draft, {repr(r.args[1]): r.args[1] for r in requests}.values())
+        )
+        batch = self.batch_size_per_gpu
+        if self._drafted:
             self.batch_size_per_gpu = max(1, len(requests))
-        texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        try:
+            texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self.batch_size_per_gpu = batch
         return texts
+
+    def _may_draft(self, asked: dict[str, Any]) -> bool:
+        """Whether outputs depend on their own context only (with `max_length` on what stands beside it), row by row."""
+        settings = normalize_gen_kwargs(asked)
+        greedy = not settings["do_sample"] and self.drafts.is_greedy(_greedily(settings))
+        return greedy and "max_length" not in settings
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], attention_mask: Tensor, **settings: Any
     ) -> Tensor:
         """[rows, width of context + longest output], padded: what greedy decoding gives."""
-        if self.plain is not None or settings.get("do_sample") or settings.get("num_beams", 1) > 1:
+        if not self._drafted:
             whole: Tensor = super()._model_generate(
                 context, max_length, stop, attention_mask=attention_mask, **settings
             )
             return whole
         rows = [tuple(row[seen.bool()].tolist()) for row, seen in zip(context, attention_mask, strict=True)]
-        settings = {k: v for k, v in settings.items() if k != "temperature"} | {"do_sample": False}
-        outputs = self.drafts.outputs(rows, max_length - context.shape[1], stop, settings)
+        room = (
+            self.model.generation_config.max_new_tokens or max_length - context.shape[1]
+        )  # to generate, it has more say
+        outputs = self.drafts.outputs(rows, room, stop, _greedily(settings))
         longest = max(map(len, outputs))
         padded = [[*out, *[self.tokenizer.pad_token_id] * (longest - len(out))] for out in outputs]
         return torch.cat([context, torch.tensor(padded, dtype=context.dtype, device=context.device)], dim=1)
@@ -160,36 +171,57 @@ class PackedLM(HFLM):  # type: ignore[misc]
         longest: int = min(max(len(self.tok_encode(max(texts, key=len))), 1), self.max_length)
         return longest
 
-    def _check(self, requests: list[Request]) -> None:
-        """Hold packed answers to lm-eval's own on the longest request and a few more: masks, positions or scaling that
-        an architecture has and this does not know show there."""
-        if not requests:
+    def _check(self, requests: Sequence[Request]) -> None:
+        """Hold packed answers to lm-eval's own, where none as long were before, on the longest request and a few more:
+        masks, positions or scaling that an architecture has and this does not know show there."""
+        length, longest = max(
+            ((len(r[1]) + len(r[2]), r) for r in requests), key=lambda found: found[0], default=(0, None)
+        )
+        if self.plain is not None or longest is None or length <= self._checked:
             return
-        longest = max(requests, key=lambda r: len(r[1]) + len(r[2]))
         sample = [*requests[:CHECKED], longest]
-        own = super()._loglikelihood_tokens(sample, True)
+        plainly = super()._loglikelihood_tokens
+        own = [plainly([request], True)[0] for request in sample]  # alone: what stands beside it may move a number
         slack = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 5e-2
         try:
-            found = self._packed(sample, again=False)
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            sequences = [self._sequence(request) for request in sample]
+            found = [whole(answer) for answer in self._scored(sequences, again=False)]
+        except UNFIT as error:
             self._score_plainly(" ".join(str(error).split()))
             return
         for (mine, _), (theirs, _) in zip(found, own, strict=True):
             # NaN is lm-eval's answer too, where the weights give it.
-            if not (math.isnan(theirs) or abs(mine - theirs) <= slack * max(1.0, abs(theirs))):
+            if not (math.isnan(theirs) or mine == theirs or abs(mine - theirs) <= slack * max(1.0, abs(theirs))):
                 self._score_plainly(f"packed, a request has log-likelihood {mine:.6g} instead of {theirs:.6g}")
                 return
-        self._checked = True
+        self._check_starts(self.sets.passing(sequences).packs, slack)
+        if not any(math.isnan(theirs) for theirs, _ in own):  # which tell nothing about the model's code
+            self._checked = length
+
+    def _check_starts(self, packs: Sequence[Pack], slack: float) -> None:
+        """Hold passes that begin within the model to whole ones, which every pass is from then on where they differ."""
+        if not self.sets.memory:
+            return
+        with torch.inference_mode():
+            try:
+                reason = "" if self._layered.starts_anywhere(packs, slack) else "they would give other numbers"
+            except UNFIT as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+        if reason:
+            self.sets.memory = {}
+            logger.warning("scored without the layer cache, its layers cannot be skipped: %s", reason)
 
     def _score_plainly(self, reason: str) -> None:
         self.plain = reason
         logger.warning("scored plainly, without packing or layer cache: %s", reason)
 
-    def _packed(
-        self, requests: Sequence[Request], *, again: bool = True, following: Following | None = None
-    ) -> list[tuple[float, bool]]:
-        sequences = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
-        return [_whole(answer) for answer in self._scored(sequences, again=again, following=following)]
+    def _packed(self, requests: Sequence[Request], following: Following | None = None) -> list[tuple[float, bool]]:
+        sequences = [self._sequence(request) for request in requests]
+        return [whole(answer) for answer in self._scored(sequences, following=following)]
+
+    def _sequence(self, request: Request) -> Scored:
+        _, context, continuation = request
+        return scored(context, continuation, self.max_length)
 
     def _chosen(self, sequences: Sequence[Scored], again: bool) -> list[tuple[int, ...]]:
         """The greedy choice at every target of each sequence; states are kept for those that come `again`."""
@@ -206,28 +238,13 @@ class PackedLM(HFLM):  # type: ignore[misc]
         found: dict[int, Answer] = {}
         with torch.inference_mode():
             for at, logits in self._layered.swept(asked.packs, asked.cache, self.weights, order):
-                answers = _answers(asked.packs[at], logits)
+                answers = answered(asked.packs[at], logits)
                 found |= answers
                 if following:
-                    following.heard({number: _whole(answer) for number, answer in answers.items()})
+                    following.heard({number: whole(answer) for number, answer in answers.items()})
         return [found[number] for number in range(len(sequences))]
 
 
-def _whole(answer: Answer) -> tuple[float, bool]:
-    """As lm-eval wants it: of all targets together."""
-    return sum(answer.own), answer.chosen == answer.targets
-
-
-def _answers(one: Pack, logits: Tensor) -> dict[int, Answer]:
-    """By number of the sequence."""
-    likelihoods = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    places = torch.tensor([p for _, at, _ in one.requests for p in at], device=logits.device)
-    targets = torch.tensor([t for *_, wanted in one.requests for t in wanted], device=logits.device)
-    own = likelihoods[places, targets].tolist()
-    chosen = likelihoods.argmax(dim=-1)[places].tolist()
-    answers, at = {}, 0
-    for number, _, wanted in one.requests:
-        span = slice(at, at + len(wanted))
-        answers[number] = Answer(wanted, own[span], tuple(chosen[span]))
-        at = span.stop
-    return answers
+def _greedily(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `generate` without what only sampling asks for."""
+    return {k: v for k, v in settings.items() if k != "temperature"} | {"do_sample": False}

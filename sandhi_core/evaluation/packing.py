@@ -5,6 +5,7 @@ sequence, so every sequence is scored as if it stood alone. Sources: tree attent
 prefix sharing as in RadixAttention (Zheng et al., 2024).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,12 +33,15 @@ class Scored:
 def scored(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Scored:
     """A request as lm-eval's HF model cuts it: from the left, to max_length inputs; the last token is only a target.
 
-    Raises ValueError where there is nothing to predict, or nothing to predict it from.
+    Raises ValueError where there is nothing to predict, nothing to predict it from, or, as there, more to predict than
+    max_length.
     """
     if not context or not continuation:
         raise ValueError("a request needs a context and a continuation")
+    if len(continuation) > max_length:
+        raise ValueError(f"a continuation of {len(continuation)} tokens exceeds the model's length of {max_length}")
     whole = (*context, *continuation)[-(max_length + 1) :]
-    return Scored(whole[:-1], tuple(continuation[-(len(whole) - 1) :]))
+    return Scored(whole[:-1], tuple(continuation))
 
 
 @dataclass(frozen=True)
@@ -110,20 +114,22 @@ class _Builder:
         return shared
 
 
-def pack(sequences: Sequence[Scored], budget: int) -> list[Pack]:
-    """All `sequences` in trees of at most `budget` tokens (one longer sequence has a tree of its own). A function of
-    the sequences alone: nothing that was scored before changes what is computed together."""
+def pack(sequences: Sequence[Scored], budget: int, border: float = math.inf) -> list[Pack]:
+    """All `sequences` in trees of at most `budget` tokens (one longer sequence has a tree of its own), those of more
+    than `border` tokens apart from the others. A function of the sequences alone: nothing that was scored before
+    changes what is computed together."""
     packs: list[Pack] = []
-    tree = _Builder()
-    order = sorted(range(len(sequences)), key=lambda n: (sequences[n].tokens, sequences[n].targets, n))
-    for number in order:
-        sequence = sequences[number]
-        if tree.requests and len(tree.tokens) + tree.new_tokens(sequence) > budget:
+    for beyond in (False, True):
+        tree = _Builder()
+        numbers = (n for n, sequence in enumerate(sequences) if (len(sequence.tokens) > border) == beyond)
+        for number in sorted(numbers, key=lambda n: (sequences[n].tokens, sequences[n].targets, n)):
+            sequence = sequences[number]
+            if tree.requests and len(tree.tokens) + tree.new_tokens(sequence) > budget:
+                packs.append(tree.built())
+                tree = _Builder()
+            tree.add(number, sequence)
+        if tree.requests:
             packs.append(tree.built())
-            tree = _Builder()
-        tree.add(number, sequence)
-    if tree.requests:
-        packs.append(tree.built())
     return packs
 
 
@@ -134,9 +140,38 @@ def cost(packs: Sequence[Pack], width: int) -> float:
     return sum(size + size * size / (6 * width) + LAYER_START / width**2 for size in sizes)
 
 
-def cheapest(sequences: Sequence[Scored], width: int, most: int) -> tuple[int, list[Pack]]:
+def cheapest(sequences: Sequence[Scored], width: int, most: int, border: float = math.inf) -> tuple[int, list[Pack]]:
     """The budget, at most `most`, that makes a pass cheapest, and the packs of that budget. Small trees spare
     attention, large ones repeat less of what sequences share."""
     budgets = [budget for budget in SIZES if budget <= most] or [most]
-    tried = [(budget, pack(sequences, budget)) for budget in budgets]
+    tried = [(budget, pack(sequences, budget, border)) for budget in budgets]
     return min(tried, key=lambda t: cost(t[1], width))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a sequence's targets: the log-likelihood of each, and the greedy choice in its place."""
+
+    targets: tuple[int, ...]
+    own: list[float]
+    chosen: tuple[int, ...]
+
+
+def whole(answer: Answer) -> tuple[float, bool]:
+    """As lm-eval wants it: of all targets together."""
+    return sum(answer.own), answer.chosen == answer.targets
+
+
+def answered(one: Pack, logits: Tensor) -> dict[int, Answer]:
+    """By number of the sequence."""
+    likelihoods = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    places = torch.tensor([p for _, at, _ in one.requests for p in at], device=logits.device)
+    targets = torch.tensor([t for *_, wanted in one.requests for t in wanted], device=logits.device)
+    own = likelihoods[places, targets].tolist()
+    chosen = likelihoods.argmax(dim=-1)[places].tolist()
+    answers, at = {}, 0
+    for number, _, wanted in one.requests:
+        span = slice(at, at + len(wanted))
+        answers[number] = Answer(wanted, own[span], tuple(chosen[span]))
+        at = span.stop
+    return answers

@@ -5,6 +5,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sandhi_core.evaluation.layers import LayerCache
 from sandhi_core.evaluation.packing import Pack, Scored, cheapest, pack
@@ -18,22 +19,25 @@ class PackedSet:
     cache: LayerCache
     nbytes: int = 0  # that the states take, all layers kept
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(one.parents) for one in self.packs)
+
+class Hidden(NamedTuple):
+    """A model's hidden states: elements, the bytes of one, and how many layers they go through."""
+
+    width: int
+    itemsize: int
+    layers: int
 
 
 class PackedSets:
-    """The sets of one model: `width` and `itemsize` of its hidden states, its `layers`. `batch_tokens`: of a pack at
-    most. `memory`: bytes that all states together may take, by the device they live on; of devices that hold as many
-    layers the first. What comes first has the first choice."""
+    """The sets of one model. `batch_tokens`: of a pack at most; `border`: as in packing.pack. `memory`: bytes that all
+    states together may take, by the device they live on; of devices that hold as many layers the first. What comes
+    first has the first choice."""
 
-    def __init__(self, width: int, itemsize: int, layers: int, batch_tokens: int, memory: Mapping[str, int]) -> None:
-        self._width = width
-        self._itemsize = itemsize
-        self._layers = layers
+    def __init__(self, hidden: Hidden, batch_tokens: int, border: float, memory: Mapping[str, int]) -> None:
+        self._hidden = hidden
         self._batch_tokens = batch_tokens
-        self._memory = memory
+        self._border = border
+        self.memory = memory
         self.kept: dict[bytes, PackedSet] = {}
 
     def lasting(self, sequences: Sequence[Scored], *, alone: bool) -> PackedSet:
@@ -54,19 +58,20 @@ class PackedSets:
         self.kept.clear()
 
     def _packs(self, sequences: Sequence[Scored], parts: int) -> list[Pack]:
-        budget, packs = cheapest(sequences, self._width, self._batch_tokens)
-        return packs if parts == 1 else pack(sequences, max(1, budget // parts))
+        budget, packs = cheapest(sequences, self._hidden.width, self._batch_tokens, self._border)
+        return packs if parts == 1 else pack(sequences, max(1, budget // parts), self._border)
 
     def _with_states(self, packs: list[Pack]) -> PackedSet:
         """Every so many layers that kept and tried states, each before and within a layer, fit where most do."""
-        one = 4 * sum(len(p.parents) for p in packs) * self._width * self._itemsize
+        width, itemsize, count = self._hidden
+        one = 4 * sum(len(p.parents) for p in packs) * width * itemsize
         taken: dict[str, int] = defaultdict(int)
         for found in self.kept.values():
             taken[found.cache.device] += found.nbytes
-        fitting = {d: min(max(most - taken[d], 0) // max(one, 1), self._layers) for d, most in self._memory.items()}
+        fitting = {d: min(max(most - taken[d], 0) // max(one, 1), count) for d, most in self.memory.items()}
         device = max(fitting, key=lambda place: fitting[place], default="cpu")
         most = fitting.get(device, 0)
-        layers = range(0, self._layers, -(-self._layers // most)) if most else range(0)
+        layers = range(0, count, -(-count // most)) if most else range(0)
         return PackedSet(packs, LayerCache(layers, device), one * len(layers))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import HIGHER_IS_BETTER_REGISTRY
 
 from sandhi_core.errors import EvaluationError, TaskError
 from sandhi_core.evaluation.requests import Question, ask
@@ -84,10 +85,11 @@ class SuiteTask:
         return float(value)
 
     def _worst(self) -> float:
-        if not self.higher_is_better:
+        # 0 of lm-eval's own metrics; of a task's own metric (a log-likelihood, say) it may be the best.
+        if not (self.higher_is_better and self.metric in HIGHER_IS_BETTER_REGISTRY):
             raise EvaluationError(
                 f"the model answers task {self.name!r} with NaN, and metric {self.metric!r} has no worst value",
-                remedy="score in float32, or by a metric of which more is better",
+                remedy="score in float32, or by a metric of lm-eval's own of which more is better",
             )
         return 0.0
 

@@ -10,6 +10,7 @@ import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from sandhi_core.evaluation.drafts import Drafts
 from sandhi_core.evaluation.packed import PackedLM
 from tests.models import tiny
 
@@ -88,3 +89,105 @@ def test_a_word_that_changed_in_a_draft_is_found_without_decoding(tmp_path: Path
     packed.drafts.decoded = 0
     assert packed.generate_until(asked, disable_tqdm=True) == expected
     assert packed.drafts.decoded == 0
+
+
+MOVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a slight penalty": ({"repetition_penalty": 1.05}, {}),
+    "no repetition": ({}, {"no_repeat_ngram_size": 4}),
+    "a least length": ({"min_new_tokens": 6, "eos_token_id": [2, 5, 8, 9, 10, 11]}, {}),
+    "suppressed tokens": ({"suppress_tokens": [4, 5, 6, 7, 8, 9]}, {}),
+    "beams of the checkpoint": ({"num_beams": 2}, {}),
+    "beams of the task": ({}, {"num_beams": 2}),
+    "a length of the checkpoint": ({"max_new_tokens": 9}, {}),
+}
+
+
+def walk(model: Any, own: HFLM, packed: PackedLM, asked: list[Instance], steps: int) -> None:
+    """Random changes anywhere, after the first outputs: never another text than lm-eval's own, one prompt at a time."""
+    chance = random.Random(steps)
+    for step in range(steps):
+        name = chance.choice([name for name, _ in model.named_parameters()])
+        parameter = model.get_parameter(name)
+        before, size = parameter.detach().clone(), chance.choice([0.02, 0.05, 0.2]) if step else 0.0
+        with torch.no_grad():
+            parameter += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        packed.weights = {name: str(step)} if step else {}
+        assert packed.generate_until(asked, disable_tqdm=True) == own.generate_until(asked, disable_tqdm=True)
+        with torch.no_grad():
+            parameter.copy_(before)
+
+
+@pytest.mark.parametrize("kind", MOVED)
+def test_what_moves_the_choice_counts_under_changed_weights_too(tmp_path: Path, kind: str) -> None:
+    """The first weights may agree with the likeliest tokens where later ones do not."""
+    of_checkpoint, of_task = MOVED[kind]
+    model, own, packed = both(tmp_path, "llama", 256)
+    for name, value in of_checkpoint.items():
+        setattr(model.generation_config, name, value)
+    asked = [Instance("generate_until", {}, (r.args[0], r.args[1] | of_task), r.idx) for r in requests("stop text")]
+    if "beams" in kind:  # lm-eval's own code, whose beams go on until all of a batch have ended
+        own.batch_size_per_gpu = packed.batch_size_per_gpu
+    walk(model, own, packed, asked, 10)
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0, 4.0, 5.0, 6.0],
+        "original_max_position_embeddings": 32,
+        "factor": 8.0,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ("phi3", LONGROPE),  # every position moves where a sequence grows beyond 32
+        ("opt", {"max_position_embeddings": 40, "word_embed_proj_dim": 32, "ffn_dim": 48}),  # no positions beyond 40
+    ],
+)
+def test_no_output_is_moved_by_one_that_is_longer(tmp_path: Path, shape: str, config: dict[str, Any]) -> None:
+    model, own, packed = both(tmp_path, shape, 256, **config)
+    asked = requests("stop text", 24)
+    walk(model, own, packed, asked, 6)
+    assert packed.plain is None and packed.drafts._drafts
+
+
+def test_a_changed_token_can_undo_the_end_of_a_draft_and_make_another(tmp_path: Path) -> None:
+    _, own, packed = both(tmp_path, "llama", 4096)
+    context = tuple(own.tok_encode("say abc"))
+    whole = packed.drafts.outputs([context], 9, [], {"do_sample": False})[0]
+    wrong = next(token for token in range(3, 60) if token not in whole)
+
+    def outputs(stop: str, draft: tuple[int, ...]) -> tuple[int, ...]:
+        drafts = packed.drafts
+        drafts._drafts = dict.fromkeys([(context, repr((9, [stop], [("do_sample", False)])))], draft)
+        return drafts.outputs([context], 9, [stop], {"do_sample": False})[0]
+
+    undone = own.tok_decode([wrong, whole[5]])
+    assert outputs(undone, (*whole[:4], wrong, whole[5])) == whole
+    made = own.tok_decode(whole[4:6])
+    (expected,) = Drafts(packed.model, packed.tokenizer, packed._chosen, 99).outputs(
+        [context], 9, [made], {"do_sample": False}
+    )
+    assert outputs(made, (*whole[:4], wrong, *whole[5:])) == expected and len(expected) < 9
+
+
+def test_a_model_that_cannot_be_packed_generates_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own, packed = both(tmp_path, "llama", 4096)
+    forward = model.model.forward
+
+    def picky(*arguments: Any, **named: Any) -> Any:
+        if named["attention_mask"] is not None and named["attention_mask"].ndim == 4:
+            raise KeyError("a mask of its own")
+        return forward(*arguments, **named)
+
+    asked = requests("stop text", 4)
+    expected = own.generate_until(asked, disable_tqdm=True)
+    monkeypatch.setattr(model.model, "forward", picky)
+    assert packed.generate_until(asked, disable_tqdm=True) == expected
+    assert packed.plain is not None and "a mask of its own" in packed.plain

@@ -297,5 +297,17 @@ def test_noise_floor_is_how_far_the_same_weights_move_in_other_batches(tmp_path:
 def test_a_budget_within_the_noise_is_refused(tmp_path: Path, model: Path) -> None:
     likelihood_task(tmp_path / "tasks")
     scorer = evaluator(tmp_path, model, entry(model, ("likely", "likely"), budget=1e-300), batch_tokens=32)
-    with pytest.raises(EvaluationError, match="no larger than what floating-point noise moves its score"):
+    with pytest.raises(EvaluationError, match=r"the budget of 1e-300 .* no larger than what floating-point noise"):
         scorer.noise_floor("search")
+    scorer = evaluator(tmp_path, model, entry(model, ("likely", "likely")), batch_tokens=32)
+    with pytest.raises(EvaluationError, match=r"the search tolerance of 1e-300 .* no larger than what floating-point"):
+        scorer.noise_floor("search", {"likely": 1e-300})
+
+
+def test_no_answer_is_never_the_best_answer(tmp_path: Path, model: Path) -> None:
+    """0, which a NaN counts by lm-eval's own metrics, is more than any log-likelihood."""
+    likelihood_task(tmp_path / "tasks")
+    scorer = evaluator(tmp_path, model, entry(model, ("likely", "likely")))
+    scorer.evaluate("search", Weights("original"))
+    with pytest.raises(EvaluationError, match="'likely' has no worst value"):
+        scorer.evaluate("search", replaced("broken", {Q_PROJ: torch.full((32, 32), torch.nan)}))

@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 from sandhi_core.evaluation.layers import LayerCache, States
 from sandhi_core.evaluation.packed import PackedLM
 from tests.evaluation.local_tasks import choice_task
+from tests.evaluation.test_drafts import LONGROPE
 from tests.models import tiny
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -28,6 +29,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 12},
     "gemma3_text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "phi3": {},
+    "phi3-scaled": LONGROPE,
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+    },
 }
 Load = Callable[[str], tuple[Any, Any]]
 
@@ -64,7 +77,7 @@ def test_answers_are_those_of_lm_eval(load: Load, shape: str, kind: str) -> None
     model, tokenizer = load(shape)
     requests = asked(kind)
     with torch.no_grad():
-        own = getattr(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=5), kind)(requests, disable_tqdm=True)
+        own = getattr(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1), kind)(requests, disable_tqdm=True)
     packed = PackedLM(model, tokenizer)
     found = getattr(packed, kind)(requests, disable_tqdm=True)
     assert packed.plain is None
@@ -99,6 +112,36 @@ def test_cached_runs_give_the_bits_of_uncached_ones(load: Load, shape: str, cach
         else:
             with torch.no_grad():
                 parameter.copy_(before)
+
+
+def test_layers_that_need_more_than_hidden_states_are_never_skipped(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its last two layers take keys and values from those below."""
+    model, tokenizer = load("gemma3n_text")
+    packed = PackedLM(model, tokenizer)
+    with caplog.at_level(logging.WARNING):
+        before = packed.loglikelihood(asked(), disable_tqdm=True)
+    assert packed.plain is None and "scored without the layer cache" in caplog.text
+    packed.weights = {"model.layers.3.mlp.up_proj.weight": "the same"}
+    assert packed.loglikelihood(asked(), disable_tqdm=True) == before
+
+
+def test_a_model_is_checked_again_until_weights_gave_numbers_and_where_requests_are_longer(load: Load) -> None:
+    model, tokenizer = load("llama")
+    packed = PackedLM(model, tokenizer)
+    parameter = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    before = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.fill_(float("nan"))
+    packed.loglikelihood(asked(questions=3), disable_tqdm=True)
+    assert packed._checked == 0
+    with torch.no_grad():
+        parameter.copy_(before)
+    packed.loglikelihood(asked(questions=3), disable_tqdm=True)
+    first = packed._checked
+    packed.loglikelihood([Instance("loglikelihood", {}, ("a" * 2 * first, " b"), 0)], disable_tqdm=True)
+    assert 0 < first < packed._checked and packed.plain is None
 
 
 @pytest.fixture
@@ -166,7 +209,7 @@ def test_a_trial_after_a_restart_still_teaches_what_lies_below_it(load: Load, la
     for layer, expected in ((3, 4), (2, 2), (1, 3)):
         scorer.weights = {f"model.layers.{layer}.self_attn.q_proj.weight": "noise"}
         layers_run.clear()
-        scorer._checked = True
+        scorer._checked = 10**6
         scorer.loglikelihood(requests, disable_tqdm=True)
         assert len(layers_run) == expected
 

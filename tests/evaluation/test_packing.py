@@ -23,6 +23,8 @@ def test_choices_share_their_context_and_each_sees_only_its_own_branch() -> None
 def test_long_requests_are_cut_from_the_left_as_lm_eval_does() -> None:
     assert scored([1, 2, 3, 4], [5, 6], 3) == Scored((3, 4, 5), (5, 6))
     assert scored([1], [2, 3, 4, 5], 4) == Scored((1, 2, 3, 4), (2, 3, 4, 5))
+    with pytest.raises(ValueError, match="5 tokens exceeds the model's length of 4"):
+        scored([1], [2, 3, 4, 5, 6], 4)
 
 
 @pytest.mark.parametrize(("context", "continuation"), [([], [1]), ([1], [])])
@@ -54,6 +56,16 @@ def test_what_sequences_share_is_in_a_tree_once(asked: list[tuple[list[int], lis
     (one,) = pack(sequences, 10_000)
     prefixes = {s.tokens[:n] for s in sequences for n in range(1, len(s.tokens) + 1)}
     assert len(one.parents) == len(prefixes)
+
+
+@given(requests, st.integers(1, 12), st.integers(1, 40))
+def test_sequences_beyond_a_border_stand_apart(
+    asked: list[tuple[list[int], list[int]]], border: int, budget: int
+) -> None:
+    sequences = [scored(context, continuation, 99) for context, continuation in asked]
+    packs = pack(sequences, budget, border)
+    assert sorted(number for p in packs for number, *_ in p.requests) == list(range(len(asked)))
+    assert all(len({len(sequences[n].tokens) > border for n, *_ in p.requests}) == 1 for p in packs)
 
 
 @given(requests, st.randoms())

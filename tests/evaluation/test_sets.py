@@ -1,9 +1,11 @@
 """Where hidden states live, and how many layers of them."""
 
+import math
+
 import pytest
 
 from sandhi_core.evaluation.packing import Scored
-from sandhi_core.evaluation.sets import PackedSets
+from sandhi_core.evaluation.sets import Hidden, PackedSets
 
 TOKENS, WIDTH, LAYERS = 10, 8, 4
 ONE = 4 * TOKENS * WIDTH * 2  # a layer: kept and tried, before and within it, in two bytes
@@ -14,7 +16,7 @@ def sequences(first: int) -> list[Scored]:
 
 
 def sets(memory: dict[str, int]) -> PackedSets:
-    return PackedSets(WIDTH, 2, LAYERS, 64, {place: ONE * layers for place, layers in memory.items()})
+    return PackedSets(Hidden(WIDTH, 2, LAYERS), 64, math.inf, {place: ONE * layers for place, layers in memory.items()})
 
 
 @pytest.mark.parametrize(
