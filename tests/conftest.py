@@ -9,12 +9,17 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
+import yaml  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("sandhi", deadline=None)  # correctness tests never depend on time
 settings.load_profile("sandhi")
 
 CHECKOUT = Path(__file__).parent.parent
+
+
+SPECIALISTS = {"sorter": "sandhi_sort", "converter": "sandhi_units", "inflector": "sandhi_past"}
+OUTSIDER = {"roman": "sandhi_roman"}
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +30,16 @@ def trained() -> Path:
     make = [sys.executable, "-m", "demo.make_pool", str(folder), "--size", "fixture"]
     subprocess.run(make, cwd=CHECKOUT, check=True, capture_output=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained_pool(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three specialists and the outsider, with budgets under which something can be shared."""
+    models = [
+        {"name": m, "path": str(trained / "models" / m), "tasks": [{"task": t, "metric": "acc", "budget": 0.06}]}
+        for m, t in {**SPECIALISTS, **OUTSIDER}.items()
+    ]
+    evaluation = {"include_path": str(trained / "tasks"), "dtype": "float32", "device": "cpu", "threads": 1}
+    path = tmp_path_factory.mktemp("pools") / "trained.yaml"
+    path.write_text(yaml.safe_dump({"name": "trained", "models": models, "evaluation": evaluation}))
+    return path

@@ -15,9 +15,6 @@ from pipelines.cli import main
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama
 
-SPECIALISTS = {"sorter": "sandhi_sort", "converter": "sandhi_units", "inflector": "sandhi_past"}
-OUTSIDER = {"roman": "sandhi_roman"}
-
 
 @pytest.fixture(autouse=True)
 def own_dagster_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,19 +39,6 @@ def built(pool: Path, root: Path, *options: str) -> dict[str, Any]:
     assert status == 0, err
     document: dict[str, Any] = json.loads(out)
     return document
-
-
-@pytest.fixture(scope="session")
-def trained_pool(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three specialists and the outsider, with budgets under which something can be shared."""
-    models = [
-        {"name": m, "path": str(trained / "models" / m), "tasks": [{"task": t, "metric": "acc", "budget": 0.06}]}
-        for m, t in {**SPECIALISTS, **OUTSIDER}.items()
-    ]
-    evaluation = {"include_path": str(trained / "tasks"), "dtype": "float32", "device": "cpu", "threads": 1}
-    path = tmp_path_factory.mktemp("pools") / "trained.yaml"
-    path.write_text(yaml.safe_dump({"name": "trained", "models": models, "evaluation": evaluation}))
-    return path
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
 from sandhi_core.pool import load_pool
 from sandhi_core.records import Trajectory
-from tests.conftest import CHECKOUT
-from tests.pipelines.conftest import OUTSIDER, SPECIALISTS, Line, built, sandhi
+from tests.conftest import CHECKOUT, OUTSIDER, SPECIALISTS
+from tests.pipelines.conftest import Line, built, sandhi
 
 pytestmark = pytest.mark.slow
 
