@@ -126,12 +126,12 @@ def _worst(member: Member, tensors: Mapping[str, tuple[str, Tensor]]) -> dict[st
 
 
 def judged(name: str, sharing: Sharing, assigned: Callable[[], Mapping[str, Ranks]]) -> Outcome:
-    """Decide for every model, settle what saves nothing, and measure the result on the holdout. Evaluations count
-    whether or not an earlier way has made them."""
+    """Decide for every model, settle what saves nothing, and measure the result on the holdout. Seconds include loading
+    the models and building the questions; shared tensors and spectra are made before."""
     begun = time.perf_counter()
     members = sharing.members.found
     for member in members.values():
-        member.asked.clear()
+        member.anew()
     settled = sharing.settled(assigned())
     found = {m: _worst(member, sharing.tensors(m, settled[m])) for m, member in members.items()}
     return Outcome(

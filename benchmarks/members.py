@@ -26,12 +26,13 @@ METHODS = ("mean", "regmean")
 
 @dataclass
 class Member:
-    """One model. `asked`: the different weights that were scored, by split."""
+    """One model. `asked`: the different weights that one way has scored, by split; no way finds another's scores."""
 
     pool: Pool
     entry: ModelEntry
     folder: Path
     asked: dict[Split, set[str]] = field(default_factory=lambda: defaultdict(set))
+    ways: int = 0
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -43,7 +44,7 @@ class Member:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        log = ScoreLog(self.folder / f"{self.entry.name}.jsonl")
+        log = ScoreLog(self.folder / f"{self.entry.name}-{self.ways}.jsonl")
         place, cache = self.checkpoint.directory, self.folder / "cache"
         return Evaluator(place, self.fingerprint, self.entry, self.pool.evaluation, log, cache)
 
@@ -52,6 +53,12 @@ class Member:
         """Of the model's own prompts: the profile split."""
         held = Resident(self.checkpoint.directory, self.entry.name, self.pool.evaluation)
         return input_grams(held, self.evaluator.suite, "profile", self.fingerprint.slots)
+
+    def anew(self) -> None:
+        """Begin another way: with nothing scored, and the model not loaded."""
+        self.asked.clear()
+        self.ways += 1
+        self.__dict__.pop("evaluator", None)
 
     @property
     def budgets(self) -> dict[str, float]:
