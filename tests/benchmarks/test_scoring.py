@@ -37,7 +37,7 @@ def test_every_row_is_measured_and_all_ways_decide_alike(tmp_path: Path, capsys:
     assert all(walk["within_tolerance"] and walk["steps"] == 4 for walk in walks.values())
     assert walks["stride 1"]["evaluations"] == 4
     assert [len(curve["points"]) for curve in figures["growth"].values()] == [2, 4, 4]
-    assert (tmp_path / "scoring-growth.png").stat().st_size > 0
+    assert (tmp_path / "kept-0.1b-growth.png").stat().st_size > 0
     assert "ratio" in text and "to linear" in text
     assert figures["peak_mib"] > 0
 
