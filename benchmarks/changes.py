@@ -1,7 +1,6 @@
 """Which tensors are changed and to what: noise as the profile makes it, another model to merge with, small noise."""
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from demo.seeds import seed
 from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.evaluation.evaluator import noise_key
 from sandhi_core.grouping_order import Place
 from sandhi_core.pool import ProfileSettings
-from sandhi_core.profile import noisy
+from sandhi_core.profile import components, noise_weights
 from sandhi_core.records import Fingerprint, Slot
 from sandhi_core.scan import fingerprint
 
@@ -42,24 +40,14 @@ class Source:
         return fingerprint(self.checkpoint, self.scans)
 
     @cached_property
-    def components(self) -> Mapping[Place, list[Slot]]:
-        """All of them, in the profile's order: from the top layer down."""
-        found: dict[Place, list[Slot]] = defaultdict(list)
-        for slot in self.fingerprint.slots:
-            found[slot.component, slot.layer].append(slot)
-        return {place: found[place] for place in sorted(found, key=lambda place: (-place[1], place[0]))}
+    def components(self) -> Mapping[Place, Sequence[Slot]]:
+        """All of them, in the profile's order."""
+        return components(self.fingerprint)
 
-    def noise(self, place: Place) -> tuple[dict[str, str], Callable[[str], Tensor]]:
+    def noise(self, place: Place) -> tuple[Mapping[str, str], Callable[[str], Tensor]]:
         """The tensors of a component to what names them with noise in it, and the bytes: those of the profile."""
-        component, layer = place
-        slots = {slot.tensor: slot for slot in self.components[place]}
-
-        def read(name: str) -> Tensor:
-            info, names = self.fingerprint.tensor(name), (layer, component, slots[name].projection)
-            original = self.checkpoint.tensor(name)
-            return noisy(original, SEED, self.fingerprint.digest, *names, info.mean, info.std)
-
-        return dict.fromkeys(slots, noise_key(self.fingerprint.digest, SEED, layer, component)), read
+        weights = noise_weights(self.fingerprint, self.checkpoint, SEED, self.components[place])
+        return weights.tensors, weights.read
 
 
 def near(tensor: Tensor, share: float, *names: str) -> Tensor:

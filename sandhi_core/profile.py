@@ -7,8 +7,7 @@ with an unrelated matrix of the same statistics.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
@@ -67,21 +66,17 @@ def profile(
 
     From the top layer down: what the evaluator keeps of the layers below the last change stays valid longest.
     """
-    identity = fingerprint.digest
-    baseline = evaluator.evaluate("profile", Weights(weights_key(identity, {})))
-    components: dict[Place, list[Slot]] = defaultdict(list)
-    for slot in fingerprint.slots:
-        components[slot.component, slot.layer].append(slot)
-    scored: dict[Place, list[Evaluation]] = defaultdict(list)
-    for component, layer in sorted(components, key=lambda place: (-place[1], place[0])):
-        for seed in settings.seeds:
-            slots = {slot.tensor: slot for slot in components[component, layer]}
-            key = noise_key(identity, seed, layer, component)
-            weights = Weights(key, dict.fromkeys(slots, key), partial(_noise, fingerprint, checkpoint, seed, slots))
-            scored[component, layer].append(evaluator.evaluate("profile", weights))
+    baseline = evaluator.evaluate("profile", Weights(weights_key(fingerprint.digest, {})))
+    scored: dict[Place, list[Evaluation]] = {
+        place: [
+            evaluator.evaluate("profile", noise_weights(fingerprint, checkpoint, seed, slots))
+            for seed in settings.seeds
+        ]
+        for place, slots in components(fingerprint).items()
+    }
     return Profile(
         model=model,
-        fingerprint=identity,
+        fingerprint=fingerprint.digest,
         seeds=settings.seeds,
         questions={task: len(result.questions) for task, result in baseline.tasks.items()},
         baseline=baseline.scores,
@@ -92,13 +87,25 @@ def profile(
     )
 
 
-def _noise(
-    fingerprint: Fingerprint, checkpoint: Checkpoint, seed: int, slots: Mapping[str, Slot], tensor: str
-) -> Tensor:
-    """The noisy projection of that tensor name."""
-    slot, info = slots[tensor], fingerprint.tensor(tensor)
-    names = (fingerprint.digest, slot.layer, slot.component, slot.projection)
-    return noisy(checkpoint.tensor(tensor), seed, *names, info.mean, info.std)
+def components(fingerprint: Fingerprint) -> dict[Place, tuple[Slot, ...]]:
+    """The slots of every component, in the order in which they are profiled: from the top layer down."""
+    found: dict[Place, list[Slot]] = defaultdict(list)
+    for slot in fingerprint.slots:
+        found[slot.component, slot.layer].append(slot)
+    return {place: tuple(found[place]) for place in sorted(found, key=lambda place: (-place[1], place[0]))}
+
+
+def noise_weights(fingerprint: Fingerprint, checkpoint: Checkpoint, seed: int, slots: Sequence[Slot]) -> Weights:
+    """A model's weights with noise in the `slots` of one component."""
+    projections = {slot.tensor: slot.projection for slot in slots}
+    component, layer = slots[0].component, slots[0].layer
+
+    def read(tensor: str) -> Tensor:
+        info, names = fingerprint.tensor(tensor), (fingerprint.digest, layer, component, projections[tensor])
+        return noisy(checkpoint.tensor(tensor), seed, *names, info.mean, info.std)
+
+    key = noise_key(fingerprint.digest, seed, layer, component)
+    return Weights(key, dict.fromkeys(projections, key), read)
 
 
 def _sensitivity(place: Place, baseline: Evaluation, scored: Sequence[Evaluation]) -> Sensitivity:

@@ -19,7 +19,7 @@ from sandhi_core.evaluation.packing import Scored
 Tokens = tuple[int, ...]
 
 UNSETTLED = 0.6
-"""Drafts are formed again as long as no larger share of them is left unsettled by a check."""
+"""Drafts that were formed again are once more as long as no larger share of them is left unsettled by their check."""
 
 
 class Drafts:

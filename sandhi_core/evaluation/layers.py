@@ -29,7 +29,7 @@ class States:
     attended: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     def start(self, weights: Mapping[str, str]) -> tuple[int, bool]:
-        """The deepest layer from which `weights` must be computed, and whether its attention is known too."""
+        """The deepest layer from which `weights` can be computed, and whether its attention is known too."""
         lowest, whole = _lowest(self.weights, weights)
         start = max((n for n in self.entering if n <= lowest), default=0)
         return start, start == lowest and not whole and start in self.attended
