@@ -1,8 +1,8 @@
 """Every evaluation ever made of one model, in a file that survives a kill at any moment.
 
 One JSON line an evaluation (of an abandoned one: what its scores are at most), appended in one write and fsynced. The
-key is what decides a score: the weights, and the context (tasks, documents, settings, versions). A search that is killed finds all its scores here when it runs
-again, which is all the resuming it needs.
+key is what decides a score: the weights, and the context (tasks, documents, settings, versions). A search that is
+killed finds all its scores here when it runs again, which is all the resuming it needs.
 """
 
 import errno
