@@ -10,14 +10,14 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.changes import Source
 from benchmarks.generation import generation
-from benchmarks.growth import growth, plot
+from benchmarks.growth import Curve, growth, plot
 from benchmarks.models import smollm2
 from benchmarks.questions import SHOTS, TASKS
 from benchmarks.rows import Row, compared, peak_mib
@@ -102,9 +102,8 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _measured(options: argparse.Namespace, model: Path, folder: Path) -> tuple[list[Row], str, dict[str, Any]]:
-    """The compared rows; the growth tables as text, and as figures."""
-    rows: list[Row] = []
+def _measured(options: argparse.Namespace, model: Path, folder: Path) -> Iterator[list[Row] | list[Curve]]:
+    """What is found, as soon as it is."""
     source = Source(model, folder / "scans")
     common = {"questions": options.questions, "threads": options.threads}
     shots = {"shots": options.shots}
@@ -113,25 +112,53 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path) -> tuple[l
         found = sweep(
             source, _fresh(folder, "sweep"), components=options.components, processes=processes, **shots, **common
         )
-        rows += [row for row in found if row.name in options.rows]
+        yield [row for row in found if row.name in options.rows]
     if "trajectory" in options.rows:
         first, *others = [Source(path.resolve(), folder / "scans") for path in options.pair]
         walk = {"steps": options.steps, "tolerance": options.tolerance}
         pair = first, others[0] if others else None
-        rows.append(trajectory(pair, options.keep, _fresh(folder, "trajectory"), **walk, **common))
+        yield [trajectory(pair, options.keep, _fresh(folder, "trajectory"), **walk, **common)]
     if "generation" in options.rows:
-        rows.append(generation(source, _fresh(folder, "generation"), **shots, **common))
-    if "growth" not in options.rows:
-        return rows, "", {}
-    curves = growth(model, source.fingerprint.layers, _fresh(folder, "growth"), **shots, **common)
-    plot(curves, f"{model.name}, {options.threads} threads", options.out.with_name(f"{options.out.name}-growth.png"))
-    text = "\n\n".join(["", f"growth of one full pass, {model.name} (peak {peak_mib():,} MiB)", *map(str, curves)])
-    return rows, text, {curve.by: {"points": curve.points, "to_linear": curve.ratios()} for curve in curves}
+        yield [generation(source, _fresh(folder, "generation"), **shots, **common)]
+    if "growth" in options.rows:
+        yield growth(model, source.fingerprint.layers, _fresh(folder, "growth"), **shots, **common)
 
 
 def _fresh(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     return folder / name
+
+
+def _kept(
+    options: argparse.Namespace, model: str, rows: list[Row], curves: list[Curve], spent: float
+) -> tuple[str, dict[str, Any]]:
+    """Writes what was found so far; gives it as text and as figures."""
+    machine = _machine()
+    conditions = (
+        f"{options.questions} questions a task, {options.shots} solved examples before each (trajectory: none), "
+        f"float32, {options.threads} threads on {machine['cores']} cores of {machine['cpu']}; "
+        + ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+    )
+    parts = [conditions, compared(rows) if rows else ""]
+    if curves:
+        plot(curves, f"{model}, {options.threads} threads", options.out.with_name(f"{options.out.name}-growth.png"))
+        parts += [f"growth of one full pass, {model} (peak {peak_mib():,} MiB)", *map(str, curves)]
+    text = "\n\n".join(filter(None, parts))
+    figures = {
+        "model": model,
+        "questions": options.questions,
+        "shots": options.shots,
+        "threads": options.threads,
+        "machine": machine,
+        "rows": [row.plain() for row in rows],
+        "growth": {curve.by: {"points": curve.points, "to_linear": curve.ratios()} for curve in curves},
+        "peak_mib": peak_mib(),
+        "seconds": spent,
+    }
+    # A model's name may hold a dot, so that nothing in it is taken for an ending.
+    options.out.with_name(f"{options.out.name}.txt").write_text(text + "\n")
+    options.out.with_name(f"{options.out.name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    return text, figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,29 +174,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     options.out = options.out or ROOT / "benchmarks" / f"scoring-{model.name}"
     say(f"measuring {model.name}: {', '.join(options.rows)}")
+    rows: list[Row] = []
+    curves: list[Curve] = []
     with tempfile.TemporaryDirectory(prefix="sandhi-bench-") as name:
-        rows, grown, curves = _measured(options, model, Path(name))
-    machine = _machine()
-    conditions = (
-        f"{options.questions} questions a task, {options.shots} solved examples before each (trajectory: none), "
-        f"float32, {options.threads} threads on {machine['cores']} cores of {machine['cpu']}; "
-        + ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
-    )
-    text = "\n".join(filter(None, [conditions, "", compared(rows) if rows else "", grown]))
-    figures = {
-        "model": model.name,
-        "questions": options.questions,
-        "shots": options.shots,
-        "threads": options.threads,
-        "machine": machine,
-        "rows": [row.plain() for row in rows],
-        "growth": curves,
-        "peak_mib": peak_mib(),
-        "seconds": time.perf_counter() - begun,
-    }
-    # A model's name may hold a dot, so that nothing in it is taken for an ending.
-    options.out.with_name(f"{options.out.name}.txt").write_text(text + "\n")
-    options.out.with_name(f"{options.out.name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        for found in _measured(options, model, Path(name)):
+            rows += [one for one in found if isinstance(one, Row)]
+            curves += [one for one in found if isinstance(one, Curve)]
+            # After every row: a run takes long, and what it has found is not lost with it.
+            text, figures = _kept(options, model.name, rows, curves, time.perf_counter() - begun)
     print(text)
     print(json.dumps(figures))
     return 0
