@@ -2,6 +2,7 @@
 
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.assignment import Assignment
 from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.records import Accepts, Evaluation, Plan
 from sandhi_core.report.figures import trajectory_chart
@@ -18,7 +19,7 @@ def run(job: Job) -> Outcome:
 
     def score(tensors: dict[str, str], accepts: Accepts | None) -> Evaluation | None:
         nonlocal abandoned
-        weights = merged_weights(fingerprint, tensors, job.bench.store)
+        weights = merged_weights(fingerprint, Assignment(tensors), job.bench.store)
         if accepts is None:
             return evaluator.evaluate("search", weights)
         found = evaluator.judged("search", weights, accepts)

@@ -5,17 +5,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
+from sandhi_core.assignment import Assignment
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.conditions import conditions, dtype_of
 from sandhi_core.evaluation.early import AbandonedError, Watch, best
-from sandhi_core.evaluation.resident import Resident
+from sandhi_core.evaluation.resident import Replacement, Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS, Suite, load_tasks
 from sandhi_core.graph import STAGES
 from sandhi_core.pool import EvaluationSettings, ModelEntry
 from sandhi_core.records import Accepts, Component, Evaluation, Fingerprint, Scores, Split, TaskResult, digest_of
+from sandhi_core.rungs.residual import Residual
 from sandhi_core.store import Store
 
 
@@ -31,24 +31,32 @@ def noise_key(fingerprint: str, seed: int, layer: int, component: Component) -> 
     return digest_of({"fingerprint": fingerprint, "noise": [version, seed, layer, component]})
 
 
-def _nothing(name: str) -> Tensor:
+def _nothing(name: str) -> Replacement:
     raise KeyError(name)
 
 
 @dataclass(frozen=True)
 class Weights:
     """A checkpoint's weights with some tensors replaced. `tensors` maps the name of each to what names its new
-    bytes; `read` gives them, and is only called for those that must be scored and are not in place already."""
+    bytes; `read` gives them, and what is added to them when the model runs, if anything; it is only called for those
+    that must be scored and are not in place already."""
 
     key: str
     tensors: Mapping[str, str] = field(default_factory=dict)
-    read: Callable[[str], Tensor] = _nothing
+    read: Callable[[str], Replacement] = _nothing
 
 
-def merged_weights(fingerprint: Fingerprint, tensors: Mapping[str, str], store: Store) -> Weights:
-    """The checkpoint with shared tensors (name to digest) from the store in place of its own."""
-    key = weights_key(fingerprint.digest, tensors)
-    return Weights(key, tensors, lambda name: store.tensor(tensors[name]))
+def merged_weights(fingerprint: Fingerprint, assignment: Assignment, store: Store) -> Weights:
+    """The checkpoint with an assignment's shared tensors from the store in place of its own, and their residuals."""
+    tensors, adjustments = assignment.tensors, assignment.adjustments
+
+    def read(name: str) -> Replacement:
+        shared = store.tensor(tensors[name])
+        if name not in adjustments:
+            return shared
+        return shared, Residual(store.tensor(adjustments[name].up), store.tensor(adjustments[name].down))
+
+    return Weights(weights_key(fingerprint.digest, assignment.identities), assignment.identities, read)
 
 
 class Evaluator:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
@@ -17,6 +18,10 @@ from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
 from sandhi_core.records import Split, TaskResult
+from sandhi_core.rungs.residual import Residual, attach
+
+Replacement = Tensor | tuple[Tensor, Residual]
+"""What a model holds in place of a tensor, and what it adds to it."""
 
 
 class Resident:
@@ -35,7 +40,8 @@ class Resident:
         self._directory = directory
         self._name = model
         self._batch_tokens = settings.batch_tokens
-        self._held: dict[str, str] = {}  # tensors that are replaced now: what names their bytes
+        self._held: dict[str, str] = {}  # tensors that are replaced now: what names the replacement
+        self._attached: dict[str, RemovableHandle] = {}  # what is added to some of these
         self.model, tokenizer = self._load(settings)
         self.scorer = PackedLM(self.model, tokenizer, settings.batch_tokens, cache_bytes(settings))
 
@@ -101,14 +107,15 @@ class Resident:
         return EvaluationError(error.problem.message, model=self._name, remedy=error.problem.remedy)
 
     @torch.no_grad()
-    def hold(self, tensors: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
-        """Let the model hold exactly these replacements (tensor name to what names its bytes); everything else
-        goes back to the original bytes. `read` is only asked for what is not in place already.
+    def hold(self, tensors: Mapping[str, str], read: Callable[[str], Replacement]) -> None:
+        """Let the model hold exactly these replacements (tensor name to what names it); everything else goes back to
+        the original bytes. `read` is only asked for what is not in place already.
 
         Raises EvaluationError where a replacement does not fit the model.
         """
         for name in [name for name in self._held if name not in tensors]:
             self._parameter(name).copy_(self._checkpoint.tensor(name))
+            self._detach(name)
             del self._held[name]
         for name, identity in tensors.items():
             if self._held.get(name) == identity:
@@ -116,7 +123,8 @@ class Resident:
             parameter = self._parameter(name)
             if name not in self._held:
                 self._require_original(name, parameter)
-            replacement = read(name)
+            found = read(name)
+            replacement, residual = found if isinstance(found, tuple) else (found, None)
             if replacement.shape != parameter.shape:
                 raise EvaluationError(
                     f"the replacement has shape {tuple(replacement.shape)}, the model {tuple(parameter.shape)}",
@@ -125,7 +133,14 @@ class Resident:
                     remedy="this is a defect in grouping: report it",
                 )
             parameter.copy_(replacement)
+            self._detach(name)
+            if residual is not None:
+                self._attached[name] = attach(self.module(name), residual)
             self._held[name] = identity
+
+    def _detach(self, name: str) -> None:
+        if name in self._attached:
+            self._attached.pop(name).remove()
 
     def _require_original(self, name: str, parameter: Tensor) -> None:
         """A model type may fuse or transpose tensors as it loads them: then a replacement in the files' layout

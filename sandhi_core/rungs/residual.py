@@ -8,9 +8,13 @@ arXiv:2410.06040, theorem 1, the symmetric root).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import linear as linear_map
+from torch.utils.hooks import RemovableHandle
 
 from sandhi_core.rungs.grams import Gram
 
@@ -36,6 +40,18 @@ class Residual:
     def added(self, shared: Tensor) -> Tensor:
         """The matrix that `shared` and the residual act as, in float32."""
         return shared.float() + self.up.float() @ self.down.float()
+
+
+def attach(linear: Module, residual: Residual) -> RemovableHandle:
+    """Let a linear layer that holds a shared matrix answer W x + b + B (A x), in its own dtype and on its own device.
+    Whatever is served applies residuals by this function, and so does whatever is scored."""
+    weight = cast(Tensor, linear.weight)
+    up, down = (factor.to(weight.device, weight.dtype) for factor in (residual.up, residual.down))
+
+    def adding(module: Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + linear_map(linear_map(inputs[0], down), up)
+
+    return linear.register_forward_hook(adding)
 
 
 @dataclass(frozen=True)
