@@ -18,6 +18,7 @@ def run(job: Job) -> Outcome:
         for merge in (merge for step in plans[model].steps for merge in step.merges):
             if merge.tensor in assignment.tensors:
                 shared.digest(merge.recipe)  # made again where the store has lost it
+        bench.restore_residuals(f"{job.key}.{model}", assignment)
     record = export_pool(
         bench.catalogue.pools[job.key],
         deployed.name,

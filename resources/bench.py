@@ -4,15 +4,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sandhi_core.artifacts import Artifacts
+from sandhi_core.assignment import Assignment
 from sandhi_core.checkpoint import Checkpoint, resolve
-from sandhi_core.errors import CheckpointError
+from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.evaluation.evaluator import Evaluator
+from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.graph import Catalogue
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.pool import ModelEntry, Pool
 from sandhi_core.recipes import SharedTensors
-from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Record
+from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
+from sandhi_core.rungs.offers import Offers
 from sandhi_core.store import Store
 
 R = TypeVar("R", bound=Record)
@@ -69,6 +72,42 @@ class Bench:
 
     def shared_tensors(self) -> SharedTensors:
         return SharedTensors(self.store, self.scans, lambda m: (self.checkpoint(m), self.fingerprint(m)))
+
+    def offers(self, entry: ModelEntry, evaluator: Evaluator) -> Offers:
+        """What the plan of one model offers it."""
+        fingerprint = self.fingerprint(entry.name)
+        return Offers(
+            self.artifacts.directory("spectra"),
+            fingerprint,
+            self.checkpoint(entry.name),
+            Inputs(self.artifacts.directory("inputs"), fingerprint, evaluator),
+            self.store,
+            self.shared_tensors().digest,
+        )
+
+    def restore_residuals(self, key: str, assignment: Assignment) -> None:
+        """Make those of an assignment of the member `key` again that the store has lost.
+
+        Raises StoreError where they come out otherwise: then they are not what was scored.
+        """
+        lost = {
+            name: found.rank
+            for name, found in assignment.adjustments.items()
+            if not (self.store.has(found.up) and self.store.has(found.down))
+        }
+        if not lost:
+            return
+        pool, entry = self.catalogue.entry(key)
+        offering = self.offers(entry, self.evaluator(pool, entry))
+        offers = offering.of(self.artifacts.load(Plan, "plan", key))
+        again = offering.assigned(offers, lost).adjustments
+        if changed := [name for name, found in again.items() if found != assignment.adjustments[name]]:
+            raise StoreError(
+                "the residual that was scored is lost, and what is made in its place differs",
+                model=entry.name,
+                tensor=changed[0],
+                remedy=f"remove the record records/trajectory/{key}.json and build again: it searches anew",
+            )
 
     def of_pool(self, kind: type[R], stage: str, pool: str) -> dict[str, R]:
         """A member stage's records of every model of a pool."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
+from sandhi_core.rungs.ladder import MOST_SCORES
 
 # How often a stage reads the whole checkpoint of a model it is about.
 READS = {
@@ -104,14 +105,20 @@ def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
     its baseline twice, for the noise floor; the proof scores every export once more."""
     match stage:
         case "profile":
-            return 1 + 2 * layers * len(pool.profile.seeds)
+            return 1 + (2 * layers * len(pool.profile.seeds) if pool.profile.noise else 0)
         case "trajectory":
-            return 2 + steps * (2 if pool.search.stride == "gallop" else 1)
+            return 2 + _tried(steps, pool)
         case "holdout":
-            return 1 + steps
+            return 1 + (steps if pool.search.strategy == "walk" else _tried(steps, pool))
         case "sharing_proof":
             return 1
     return 0
+
+
+def _tried(steps: int, pool: Pool) -> int:
+    if pool.search.strategy == "ladder":
+        return MOST_SCORES if steps else 0
+    return steps * (2 if pool.search.stride == "gallop" else 1)
 
 
 def _compatible(catalogue: Catalogue, key: str, shared: Mapping[tuple[str, int], list[Slot]]) -> CompatibleModels:

@@ -34,14 +34,14 @@ class Stage:
 STAGES: dict[str, Stage] = {
     "checkpoint": Stage("model", 1),
     "profile": Stage("model", 1, ("checkpoint",)),
-    "groups": Stage("group", 2, ("checkpoint", "profile")),
-    "plan": Stage("member", 1, ("checkpoint", "profile"), ("groups",)),
+    "groups": Stage("group", 3, ("checkpoint", "profile")),
+    "plan": Stage("member", 2, ("checkpoint", "profile"), ("groups",)),
     # The contributors' checkpoints are no upstream of a trajectory: the plan pins their bytes by digest, so that a
     # model that merely joins leaves the others' nodes as they were.
-    "trajectory": Stage("member", 2, ("checkpoint", "plan")),
+    "trajectory": Stage("member", 3, ("checkpoint", "plan")),
     "cutoffs": Stage("member", 1, ("plan", "trajectory")),
     "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
-    "operating_points": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "cutoffs", "holdout")),
+    "operating_points": Stage("pool", 2, ("checkpoint", "trajectory", "cutoffs", "holdout")),
     "merged_weights": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
     "sharing_proof": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
     "deployment": Stage("pool", 1, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
@@ -120,6 +120,7 @@ def profile_inputs(pool: Pool, entry: ModelEntry) -> dict[str, Any]:
         "tasks": [[t.task, t.metric] for t in entry.tasks],
         "evaluation": pool.evaluation.model_dump(mode="json", exclude={"threads"}),
         "seeds": list(pool.profile.seeds),
+        "noise": pool.profile.noise,
     }
 
 
@@ -152,12 +153,12 @@ def own_inputs(
         case "checkpoint":
             return {"path": entry.path, "revision": entry.revision, "files": identity(pool, entry)}
         case "profile":
-            return {"scoring": scoring(pool, entry), "seeds": pool.profile.seeds}
+            return {"scoring": scoring(pool, entry), "seeds": pool.profile.seeds, "noise": pool.profile.noise}
         case "plan":
             return {"grouping": pool.grouping.model_dump(mode="json"), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
-            return {"scoring": scoring(pool, entry), "search": search}
+            return {"scoring": scoring(pool, entry), "search": search, "residuals": pool.merging.residuals}
         case "cutoffs":
             return {"budgets": budgets}
         case _:

@@ -107,7 +107,11 @@ class Store:
             digest = str(remembered["tensor"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        return digest if any((self.root / digest).glob(f"[!.]*{_SUFFIX}")) else None
+        return digest if self.has(digest) else None
+
+    def has(self, digest: str) -> bool:
+        """Whether there is an entry of the tensor, intact or not."""
+        return any((self.root / digest).glob(f"[!.]*{_SUFFIX}"))
 
     def remember_recipe(self, recipe: str, digest: str) -> None:
         """Record that a recipe gave a tensor. Raises StoreError where the root cannot be written."""

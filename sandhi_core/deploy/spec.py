@@ -8,9 +8,11 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from sandhi_core.deploy import vllm
+from sandhi_core.deploy import library, vllm
+from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, memory_of
 from sandhi_core.errors import ProofError
 from sandhi_core.files import write_atomic
@@ -27,6 +29,10 @@ from sandhi_core.records import (
     Record,
     SharingProof,
 )
+
+Engine = Literal["vllm", "transformers"]
+ENGINES: Mapping[Engine, ModuleType] = {"vllm": vllm, "transformers": library}
+"""Each with `launch` and `pool_notes`."""
 
 
 class Claims(Part):
@@ -49,7 +55,7 @@ class Server(Part):
     original: str  # digest of the fingerprint of the checkpoint it was made from
     steps: int  # how far along its trajectory
     tasks: dict[str, HoldoutTask]
-    port: int
+    port: int | None
     dtype: str
     scored_dtype: str  # as the pool file asks
     max_model_len: int | None  # tokens
@@ -65,7 +71,7 @@ class DeploymentSpec(Record):
     schema_version: Literal[1] = 1
     pool: str
     point: str
-    engine: Literal["vllm"]
+    engine: Engine
     export: str  # absolute
     manifest: str
     proof: str
@@ -108,22 +114,24 @@ def deployment_spec(
         for name in manifest.models
     }
     dtypes = {name: fingerprints[name].dtype for name in manifest.models}
-    memory, servers = serve(export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
+    engine = pool.deploy.engine
+    memory, servers = serve(engine, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
     return DeploymentSpec(
         pool=pool.name,
         point=points.deployed.name,
-        engine=pool.deploy.engine,
+        engine=engine,
         export=str(export_root),
         manifest=manifest.digest,
         proof=proof.digest,
         claims=_claims(proof),
         memory=memory,
         servers=servers,
-        notes=vllm.pool_notes(memory),
+        notes=ENGINES[engine].pool_notes(memory),
     )
 
 
 def serve(
+    engine: Engine,
     export_root: Path,
     manifest: Manifest,
     configs: Mapping[str, Mapping[str, Any]],
@@ -139,7 +147,7 @@ def serve(
     servers = []
     for place, name in enumerate(order):
         directory = export_root / manifest.models[name].directory
-        launch = vllm.launch(name, directory, place, served[name], configs[name], memory, models[name])
+        launch = ENGINES[engine].launch(name, directory, place, served[name], configs[name], memory, models[name])
         servers.append(_server(name, manifest.models[name], scored[name], launch, models[name]))
     return memory, tuple(servers)
 
@@ -164,7 +172,7 @@ def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[
             )
 
 
-def _server(name: str, model: ExportedModel, scored: Scored, launch: vllm.Launch, memory: ModelMemory) -> Server:
+def _server(name: str, model: ExportedModel, scored: Scored, launch: Launch, memory: ModelMemory) -> Server:
     notes = launch.notes
     if scored.dtype != launch.dtype:
         how = "float32 on a CPU, the weights' own dtype elsewhere" if scored.dtype == "auto" else scored.dtype

@@ -84,7 +84,7 @@ class Evaluator:
         self._log = log
         self._evaluated = evaluated
         self.suite = load_tasks(entry, settings, cache_directory)
-        self._contexts = {split: _context(self.suite, split, settings) for split in SPLITS}
+        self.contexts = {split: _context(self.suite, split, settings) for split in SPLITS}
         self.resident: Resident | None = None
         self.evaluations = 0
 
@@ -94,13 +94,13 @@ class Evaluator:
         Raises EvaluationError where the model cannot be loaded, a replacement does not fit it, or the original
         answers with NaN (changed weights that do are scored: such answers are wrong).
         """
-        context = self._contexts[split]
+        context = self.contexts[split]
         return self._log.get(weights.key, context) or self._made(context, split, weights)
 
     def judged(self, split: Split, weights: Weights, accepts: Accepts) -> Evaluation | None:
         """As `evaluate`, but None as soon as it is certain that `accepts` refuses the scores; what is certain then is
         in the log too."""
-        context = self._contexts[split]
+        context = self.contexts[split]
         if whole := self._log.get(weights.key, context):
             return whole
         known = self._log.get(weights.key, _at_most(context))
@@ -117,7 +117,7 @@ class Evaluator:
         Raises EvaluationError where a task's does not, or as `evaluate` does.
         """
         # Other batches first: the states that are kept are then those of the batches that the search uses.
-        context = digest_of([self._contexts[split], "half the batch"])
+        context = digest_of([self.contexts[split], "half the batch"])
         other = self._log.get(self.original.key, context) or self._made(context, split, self.original, halved=True)
         usual = self.evaluate(split, self.original)
         floor = {task: abs(usual.scores[task] - other.scores[task]) for task in usual.scores}
@@ -138,11 +138,9 @@ class Evaluator:
     ) -> Evaluation:
         """A fresh evaluation; where `watch` abandons it, what the scores are at most, under the context of that."""
         started = time.monotonic()
-        if self.resident is None:
-            self.resident = Resident(self._directory, self._entry.name, self._settings)
-        self.resident.hold(weights.tensors, weights.read)
+        self._loaded().hold(weights.tensors, weights.read)
         try:
-            tasks = self.resident.answers(self.suite, split, halved=halved, watch=watch)
+            tasks = self._loaded().answers(self.suite, split, halved=halved, watch=watch)
         except AbandonedError as abandoned:
             context, tasks = _at_most(context), abandoned.at_most
         if not weights.tensors:
@@ -152,6 +150,16 @@ class Evaluator:
         self.evaluations += 1
         self._evaluated(time.monotonic() - started)
         return evaluation
+
+    def originals(self) -> Resident:
+        """The model in memory, holding its own weights."""
+        self._loaded().hold({}, _nothing)
+        return self._loaded()
+
+    def _loaded(self) -> Resident:
+        if self.resident is None:
+            self.resident = Resident(self._directory, self._entry.name, self._settings)
+        return self.resident
 
     def _require_answers(self, split: Split) -> None:
         """A baseline of wrong answers would let every merge pass."""

@@ -146,7 +146,9 @@ def _step_axis(axes: Axes, steps: Sequence[Step]) -> None:
     if len(steps) <= NAMED_STEPS:
         names = ["original", *(s.label for s in steps)]
         axes.set_xticks(range(len(names)), names, rotation=90 if steps else 0)
-    else:
+    if any(step.price is not None for step in steps):
+        axes.set_xlabel("error that a MiB must take off, of a matrix's outputs")
+    elif len(steps) > NAMED_STEPS:
         axes.set_xlabel("steps")
 
 
