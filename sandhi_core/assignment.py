@@ -1,6 +1,6 @@
 """What one model holds in place of its own matrices, at one place of its trajectory."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from sandhi_core.records import Adjustment, Trajectory, digest_of
@@ -40,3 +40,15 @@ def assignment_at(trajectory: Trajectory, steps: int) -> Assignment:
                 if name in step.adjustments:
                     adjustments[name] = step.adjustments[name]
     return Assignment(tensors, adjustments)
+
+
+def factor_names(tensor: str) -> tuple[str, str]:
+    """What PEFT calls the factors A (`down`) and B (`up`) of a linear layer's weight, by the name of that."""
+    layer = tensor.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def factors_among(names: Collection[str]) -> dict[str, str]:
+    """The factors among a model's tensors, each with the name of the weight that it goes with. No checkpoint that
+    enters a pool has such names of its own: every tensor of it is accounted for (architecture.py)."""
+    return {factor: name for name in names for factor in factor_names(name) if factor in names}

@@ -15,6 +15,10 @@ UNREAD = (*PICKLES, "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 WEIGHTS = (*UNREAD, "*.safetensors", "*.index.json")
 """Files that hold or index weights: never copied beside an export's own."""
 
+INDEX = "model.safetensors.index.json"
+ADJUSTED_INDEX = "sandhi.index.json"
+"""Of an export that adds residuals to shared tensors: loaders that would drop these find no weights at all."""
+
 DOWNLOAD = "download it again: `hf download`, or `git lfs pull` in a clone"
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024  # pointers are shorter
@@ -49,6 +53,7 @@ class Survey:
 
     directory: Path
     model: str
+    index_name: str  # what the file that lists the tensors of several shards is called
     problems: list[Problem] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, HeaderEntry] = field(default_factory=dict)  # by name, sorted
