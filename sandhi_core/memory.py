@@ -234,7 +234,7 @@ def _wait_ready(
         for message in map(json.loads, lines):
             if "error" in message:
                 raise ProofError(
-                    f"stock transformers cannot load it: {message['error']}",
+                    message["error"],
                     model=message["model"],
                     remedy="check the directory with `sandhi check` or `sandhi verify`",
                 )

@@ -1,0 +1,237 @@
+"""Any exported model, ready to run: its tensors are the mapped files, and what it adds to shared ones is applied.
+
+    python -m sandhi_core.serving.load DIRECTORY
+
+reads prompts from standard input, one a line, and prints the greedy continuation of each: a quick look at an export.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from sandhi_core.assignment import factor_names, factors_among
+from sandhi_core.checkpoint import Checkpoint, refuse
+from sandhi_core.disk import RESTORE
+from sandhi_core.errors import CheckpointError, SandhiError
+from sandhi_core.rungs.residual import Residual, attach
+from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
+
+NEW_TOKENS = 64
+"""How far a prompt is continued at most."""
+_CHECK = "it must be a whole causal language model that transformers knows: restore what is missing or damaged"
+
+
+def load(directory: "Path | str", dtype: "torch.dtype | str" = "auto") -> PreTrainedModel:
+    """The model in an exported directory on the CPU, in evaluation mode; `auto` is the dtype of the files, in which
+    nothing is copied. To run it elsewhere or in another dtype, say so here or to `open_model`: `to` would leave the
+    residuals behind.
+
+    Raises CheckpointError where tensors are missing, unexpected or of other shapes, or transformers cannot load them.
+    """
+    directory = Path(directory).absolute()
+    return open_model(directory, directory.name, dtype).model
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """`residuals`: by the weight that each is added to, the very tensors that the model computes with."""
+
+    model: PreTrainedModel
+    residuals: Mapping[str, Residual] = field(default_factory=dict)
+
+    @property
+    def factors(self) -> list[Tensor]:
+        return [factor for residual in self.residuals.values() for factor in (residual.down, residual.up)]
+
+
+def open_model(
+    directory: Path, name: str, dtype: "torch.dtype | str" = "auto", device: "torch.device | str" = "cpu"
+) -> Loaded:
+    """`load`, on any device; `name` is the model's in errors. Raises as `load` does, and what torch raises of a
+    device."""
+    if index_of(directory) == ADJUSTED_INDEX:
+        return _adjusted(directory, name, dtype, device)
+    options = {"dtype": dtype, "local_files_only": True}
+    model, report = _loading(directory, name, lambda: _stock(AutoModelForCausalLM, directory, **options))
+    _require_all(directory, name, report)
+    return Loaded(model.to(device).eval())
+
+
+def index_of(directory: Path) -> str:
+    """The name of the index that a model's directory has, or would have. Raises CheckpointError where it has both."""
+    if not (directory / ADJUSTED_INDEX).exists():
+        return INDEX
+    if (directory / INDEX).exists():
+        raise _wrong(directory, directory.name, f"lies beside {ADJUSTED_INDEX}, and leaves out residuals", file=INDEX)
+    return ADJUSTED_INDEX
+
+
+def module_of(model: Module, tensor: str) -> Module | None:
+    """The module that has the parameter of a tensor name in the files, which may lack transformers' prefix."""
+    owner, _, parameter = tensor.rpartition(".")
+    for name in (owner, f"model.{owner}"):
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            continue
+        if isinstance(getattr(module, parameter, None), Parameter):
+            return module
+    return None
+
+
+# --- residuals ----------------------------------------------------------------------------------------------
+
+
+def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "torch.device | str") -> Loaded:
+    tensors = _mapped(directory, name)
+    weights = sorted(set(factors_among(tensors).values()))
+    pairs = {weight: _pair(directory, name, tensors, weight) for weight in weights}
+    model, report = _loading(directory, name, lambda: _given(directory, tensors, dtype))
+    _require_all(directory, name, report)
+    for extra in sorted(report["unexpected_keys"]):
+        raise _wrong(directory, name, "the model has no such tensor, and none that this could be added to", extra)
+    model.to(device).eval()
+    return Loaded(model, {w: _attached(directory, name, model, w, *pair) for w, pair in pairs.items()})
+
+
+def _mapped(directory: Path, name: str) -> dict[str, Tensor]:
+    """Every tensor of the directory, over private mappings of its files, once index and headers agree."""
+    try:
+        files = Checkpoint.open(directory, name, ADJUSTED_INDEX).weights
+    except CheckpointError as error:
+        raise refuse(error.problem.model_copy(update={"remedy": RESTORE})) from None
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(directory / file, framework="pt") as shard:
+            tensors |= {tensor: shard.get_tensor(tensor) for tensor in shard.keys()}  # noqa: SIM118
+    return tensors
+
+
+def _pair(directory: Path, name: str, tensors: dict[str, Tensor], weight: str) -> tuple[Tensor, Tensor]:
+    """Takes the two factors of a weight out of `tensors`."""
+    for factor in factor_names(weight):
+        if factor not in tensors:
+            raise _wrong(directory, name, "is missing, the other factor of its weight is there", factor)
+    down, up = (tensors.pop(factor) for factor in factor_names(weight))
+    return down, up
+
+
+def _given(directory: Path, tensors: dict[str, Tensor], dtype: "torch.dtype | str") -> tuple[PreTrainedModel, Any]:
+    """The model of a directory's configuration over these tensors."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    try:
+        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except OSError:  # it has none: transformers makes one of the configuration
+        generation = None
+    model, report = _stock(
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        generation_config=generation,
+    )
+    model.name_or_path = model.config.name_or_path = str(directory)
+    return model, report
+
+
+def _attached(directory: Path, name: str, model: PreTrainedModel, weight: str, down: Tensor, up: Tensor) -> Residual:
+    linear = module_of(model, weight)
+    if not isinstance(linear, Linear):
+        raise _wrong(directory, name, "has residuals, but is no linear layer of the model", weight)
+    rows, columns = linear.weight.shape
+    shapes = ((len(down), columns), (rows, len(down)))
+    for factor, tensor, shape in zip(factor_names(weight), (down, up), shapes, strict=True):
+        if tensor.shape != shape:
+            raise _wrong(directory, name, f"has shape {list(tensor.shape)}, {list(shape)} belongs there", factor)
+    # As `attach` would convert them, so that what is kept here is what it uses.
+    residual = Residual(*(factor.to(linear.weight.device, linear.weight.dtype) for factor in (up, down)))
+    attach(linear, residual)
+    return residual
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+
+def _stock(kind: Any, source: Path | None, **options: Any) -> tuple[PreTrainedModel, Any]:
+    # Said outright that a model's own code is not run: else transformers asks at the terminal.
+    model, report = kind.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **options)
+    return model, report
+
+
+def _loading(
+    directory: Path, name: str, loads: Callable[[], tuple[PreTrainedModel, Any]]
+) -> tuple[PreTrainedModel, Any]:
+    try:
+        return loads()
+    except Exception as error:  # whatever a model type's code may raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        raise _wrong(directory, name, f"transformers cannot load the model: {reason}", remedy=_CHECK) from error
+
+
+def _require_all(directory: Path, name: str, report: Mapping[str, Any]) -> None:
+    if missing := sorted(report["missing_keys"]):
+        message = f"transformers would fill {len(missing)} tensors that the files lack with random numbers"
+        raise _wrong(directory, name, message, missing[0], remedy=_CHECK)
+
+
+def _wrong(
+    directory: Path, name: str, message: str, tensor: str | None = None, *, remedy: str = RESTORE, file: str = ""
+) -> CheckpointError:
+    return CheckpointError(message, model=name, file=str(directory / file), tensor=tensor, remedy=remedy)
+
+
+# --- a quick look -------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    description = "Continue prompts from standard input, one a line, with an exported model."
+    parser = argparse.ArgumentParser(prog="python -m sandhi_core.serving.load", description=description)
+    parser.add_argument("directory", type=Path, help="of one model of an export")
+    directory: Path = parser.parse_args(arguments).directory
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = load(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except SandhiError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for line in sys.stdin:
+        if prompt := line.rstrip("\n"):
+            print(_continued(model, tokenizer, prompt), flush=True)
+    return 0
+
+
+def _continued(model: Any, tokenizer: Any, prompt: str) -> str:
+    asked = tokenizer(prompt, return_tensors="pt")
+    answer = model.generate(
+        input_ids=asked["input_ids"],
+        attention_mask=asked["attention_mask"],
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=NEW_TOKENS,
+    )
+    text: str = tokenizer.decode(answer[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
