@@ -2,7 +2,8 @@
 
     python -m sandhi_core.serving.load DIRECTORY
 
-reads prompts from standard input, one a line, and prints the greedy continuation of each: a quick look at an export.
+reads prompts from standard input, one a line, and prints the greedy continuation of each, on one line too (its line
+feeds as \\n): a quick look at an export.
 """
 
 import argparse
@@ -66,6 +67,8 @@ def open_model(
 ) -> Loaded:
     """`load`, on any device; `name` is the model's in errors. Raises as `load` does, and what torch raises of a
     device."""
+    if not directory.is_dir():
+        raise _wrong(directory, name, "is no directory", remedy="give the directory of one model of an export")
     if index_of(directory) == ADJUSTED_INDEX:
         return _adjusted(directory, name, dtype, device)
     options = {"dtype": dtype, "local_files_only": True}
@@ -216,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     for line in sys.stdin:
         if prompt := line.rstrip("\n"):
-            print(_continued(model, tokenizer, prompt), flush=True)
+            print(_continued(model, tokenizer, prompt).replace("\n", "\\n"), flush=True)
     return 0
 
 

@@ -149,7 +149,7 @@ def test_an_export_with_residuals_is_no_member_of_a_pool(root: Path) -> None:
 def test_a_checkpoint_is_loaded_too(tmp_path: Path) -> None:
     directory = tiny_llama(tmp_path / "plain")
     assert torch.equal(logits(load(directory)), logits(stock(directory)))
-    with pytest.raises(CheckpointError, match=r"model nothing file .*nothing: transformers cannot load the model: "):
+    with pytest.raises(CheckpointError, match=r"model nothing file .*nothing: is no directory"):
         load(tmp_path / "nothing")
 
 
@@ -184,7 +184,7 @@ def test_prompts_are_continued(
         tokenizer.decode(greedy(model, tokenizer(prompt).input_ids), skip_special_tokens=True)
         for prompt in ("abc", "de f")
     ]
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in continued)
+    assert capsys.readouterr().out == "".join(text.replace("\n", "\\n") + "\n" for text in continued)
 
 
 def test_a_directory_that_is_none_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
