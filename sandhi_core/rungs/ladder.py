@@ -19,6 +19,9 @@ from sandhi_core.statistics import standard_error
 MARGINS = (3.0, 2.0, 1.0, 0.0)
 """Standard errors that a drop must stay within tolerance by, one after the other."""
 
+COARSE = 4
+"""Rungs (of PRICES an octave) that the end of all margins but the last may be off by."""
+
 MOST_SCORES = len(MARGINS) * len(PRICES).bit_length()
 """That a climb may take."""
 
@@ -28,15 +31,15 @@ T = TypeVar("T")
 def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], bool]) -> dict[int, T]:
     """What was scored of so many `rungs`, by number. `holds(scored, margin)`, with margins from large to none.
 
-    Where no rung holds that is bolder than one which does not, each margin ends at the boldest that holds with it;
-    otherwise at one that does and has a bolder neighbour that does not. At most log2(rungs) + 1 scores a margin, and
-    none twice.
+    Where no rung holds that is bolder than one which does not, the last margin ends at the boldest that holds, the
+    others no more than COARSE rungs below; otherwise at one that holds and has a bolder one near it that does not.
+    None is scored twice.
     """
     scored: dict[int, T] = {}
     low = -1
     for margin in MARGINS:
         high = min((at for at, found in scored.items() if at > low and not holds(found, margin)), default=rungs)
-        while high - low > 1:
+        while high - low > (COARSE if margin else 1):
             # Among those that are scored already there may be one to go on from without another score.
             at = max((n for n in scored if low < n < high), default=(low + high) // 2)
             if at not in scored:

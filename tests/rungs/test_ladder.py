@@ -10,7 +10,7 @@ from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.records import Adjustment, Evaluation, Plan, PlannedMerge, PlannedStep, Recipe, TaskResult
 from sandhi_core.rungs.allotment import Ranks
-from sandhi_core.rungs.ladder import MARGINS, climb, ladder
+from sandhi_core.rungs.ladder import COARSE, MARGINS, climb, ladder
 
 
 @given(st.lists(st.integers(0, 60), min_size=len(MARGINS), max_size=len(MARGINS)).map(sorted), st.integers(0, 60))
@@ -18,10 +18,11 @@ def test_every_margin_ends_at_the_boldest_that_holds(limits: list[int], count: i
     """`limits`: how many rungs hold with each margin, the largest margin first."""
     holding = dict(zip(MARGINS, limits, strict=True))
     scored = climb(count, lambda at: at, lambda at, margin: at < holding[margin])
-    for limit in limits:
-        boldest = min(limit, count) - 1
-        assert boldest < 0 or boldest in scored
-        assert boldest + 1 >= count or boldest + 1 in scored  # and its neighbour is known not to hold
+    for margin, limit in holding.items():
+        boldest, near = min(limit, count) - 1, COARSE if margin else 1
+        held = max((at for at in scored if at <= boldest), default=-1)
+        assert boldest - held < near
+        assert held + near >= count or any(boldest < at <= held + near for at in scored)  # known not to hold
     assert len(scored) <= len(MARGINS) * count.bit_length()
 
 
@@ -86,9 +87,11 @@ def test_steps_go_from_safe_to_bold_and_each_is_a_whole_assignment() -> None:
 
 def test_the_margin_is_of_the_paired_change() -> None:
     """As many answers got better as worse: no drop, but one that varies."""
-    quiet = ladder(plan("ab"), {"t": 0.02}, answers(0), RUNGS, assigned, lambda held: answers(0))
-    loud = ladder(plan("ab"), {"t": 0.02}, answers(0), RUNGS, assigned, lambda held: answers(60, 60))
-    assert [s.price for s in quiet.steps] == [0.2, 0.4, 0.8] and loud.evaluations > quiet.evaluations
+    rungs: list[tuple[float, Ranks]] = [(float(n), {"a": 40 - n}) for n in range(32)]
+    quiet = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(0))
+    loud = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(60, 60))
+    assert quiet.steps[0].price == 15.0 and loud.steps[0].price == 3.0
+    assert quiet.steps[-1].price == loud.steps[-1].price == 31.0
     assert {s.decision for s in (*quiet.steps, *loud.steps)} == {"accepted"}
 
 
