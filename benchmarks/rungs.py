@@ -51,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a checkpoint and the models that were trained from it; without one there are no rows that need a base",
     )  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
-    parser.add_argument(
-        "--no-mergekit", action="store_true", help="leave its rows out"
-    )
+    parser.add_argument("--no-mergekit", action="store_true", help="leave its rows out")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where rungs-POOL.txt and .json are kept")
     options = parser.parse_args(arguments)
     pool, found = load_pool(options.pool), list[Outcome]()

@@ -145,9 +145,7 @@ class Wholes:
                 for slot in member.fingerprint.slots:
                     tensors[slot.tensor] = self.store.put(slot.tensor, shared.tensor(slot.tensor))
                     difference = member.checkpoint.tensor(slot.tensor).float() - shared.tensor(slot.tensor).float()
-                    adjustments[slot.tensor] = self._adapter(
-                        slot.tensor, difference, rank
-                    )
+                    adjustments[slot.tensor] = self._adapter(slot.tensor, difference, rank)
                 found[name] = Assignment(tensors, adjustments)
         return found
 

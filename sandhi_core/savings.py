@@ -31,9 +31,7 @@ class Holding:
         return len(self.models) > 1 and (bool(self.merged) or self.nbytes >= MIN_SHARED_BYTES)
 
 
-def holdings(
-    assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]
-) -> tuple[Holding, ...]:
+def holdings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]) -> tuple[Holding, ...]:
     """Every distinct (name, digest) of the pool with who holds it, sorted.
 
     Only equal names count as one tensor: an index that names shards can express nothing else (docs/format.md).

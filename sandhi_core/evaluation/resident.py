@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import CheckpointError, EvaluationError
@@ -18,8 +17,8 @@ from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
 from sandhi_core.records import Split, TaskResult
-from sandhi_core.rungs.residual import Residual, attach
-from sandhi_core.serving.load import index_of, module_of, open_model
+from sandhi_core.rungs.residual import Attached, Residual, attach
+from sandhi_core.serving.load import index_of, load, module_of
 
 Replacement = Tensor | tuple[Tensor, Residual]
 """What a model holds in place of a tensor, and what it adds to it."""
@@ -42,13 +41,13 @@ class Resident:
         self._name = model
         self._batch_tokens = settings.batch_tokens
         self._held: dict[str, str] = {}  # tensors that are replaced now: what names the replacement
-        self._attached: dict[str, RemovableHandle] = {}  # what is added to some of these
+        self._attached: dict[str, Attached] = {}  # what is added to some of these
         self.model, tokenizer = self._load(settings)
         self.scorer = PackedLM(self.model, tokenizer, settings.batch_tokens, cache_bytes(settings))
 
     def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
         try:
-            model = open_model(self._directory, self._name, dtype_of(settings), device_of(settings)).model
+            model = load(self._directory, dtype_of(settings), device_of(settings), self._name)
             tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
         except CheckpointError:
             raise

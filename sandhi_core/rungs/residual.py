@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear as linear_map
-from torch.utils.hooks import RemovableHandle
 
 from sandhi_core.rungs.allotment import nbytes
 from sandhi_core.rungs.grams import Gram
@@ -38,16 +37,38 @@ class Residual:
         return self.up.nbytes + self.down.nbytes
 
 
-def attach(linear: Module, residual: Residual) -> RemovableHandle:
-    """Let a linear layer that holds a shared matrix answer W x + b + B (A x), in its own dtype and on its own device.
-    Whatever is served applies residuals by this function, and so does whatever is scored."""
+class Attached:
+    """A residual that a linear layer applies, until `remove`."""
+
+    def __init__(self, linear: Module, residual: Residual) -> None:
+        self._linear = linear
+        # As buffers they follow the model to other devices; none is part of its state.
+        linear.register_buffer("residual_down", residual.down, persistent=False)
+        linear.register_buffer("residual_up", residual.up, persistent=False)
+        self._handle = linear.register_forward_hook(_adding)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        del self._linear.residual_down, self._linear.residual_up
+
+
+def attach(linear: Module, residual: Residual) -> Attached:
+    """Let a linear layer that holds a shared matrix answer W x + b + B (A x), computed in its own dtype; the factors
+    are kept as they are stored. Whatever is served applies residuals by this function, and so does whatever is
+    scored."""
     weight = cast(Tensor, linear.weight)
-    up, down = (factor.to(weight.device, weight.dtype) for factor in (residual.up, residual.down))
+    return Attached(linear, Residual(residual.up.to(weight.device), residual.down.to(weight.device)))
 
-    def adding(module: Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + linear_map(linear_map(inputs[0], down), up)
 
-    return linear.register_forward_hook(adding)
+def _adding(linear: Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    down, up = (cast(Tensor, factor).to(output.dtype) for factor in (linear.residual_down, linear.residual_up))
+    return output + linear_map(linear_map(inputs[0], down), up)
+
+
+def factors(model: Module) -> list[Tensor]:
+    """Those of all residuals that are attached to layers of a model."""
+    names = ("residual_down", "residual_up")
+    return [factor for name, factor in model.named_buffers() if name.rpartition(".")[2] in names]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from transformers.utils import logging
 
 from sandhi_core.errors import SandhiError
 from sandhi_core.memory import mappings, weight_files
-from sandhi_core.serving.load import Loaded, open_model
+from sandhi_core.rungs.residual import factors
+from sandhi_core.serving.load import load
 
 
 def main(arguments: list[str]) -> int:
@@ -40,8 +41,8 @@ def _fork(model: str, directory: Path) -> int:
         return pid
     status = 1
     try:
-        loaded = open_model(directory, model)
-        _say({"model": model, "pid": os.getpid(), "unmapped": unmapped_bytes(loaded, directory)})
+        network = load(directory, name=model)
+        _say({"model": model, "pid": os.getpid(), "unmapped": unmapped_bytes(network, directory)})
         os.read(sys.stdin.fileno(), 1)  # until the other end closes
         status = 0
     except SandhiError as error:
@@ -52,13 +53,13 @@ def _fork(model: str, directory: Path) -> int:
         os._exit(status)  # nothing of the parent's is to be cleaned up twice
 
 
-def unmapped_bytes(loaded: Loaded, directory: Path) -> int:
+def unmapped_bytes(network: torch.nn.Module, directory: Path) -> int:
     """Read every parameter and every factor of a residual once; bytes of those that do not lie in a mapping of the
     directory's weight files.
 
     A tied parameter counts once.
     """
-    parameters = {p.data_ptr(): p.detach() for p in (*loaded.model.parameters(), *loaded.factors)}
+    parameters = {p.data_ptr(): p.detach() for p in (*network.parameters(), *factors(network))}
     for parameter in parameters.values():
         parameter.sum()
     files = weight_files(directory)

@@ -9,7 +9,6 @@ feeds as \\n): a quick look at an export.
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +38,20 @@ NEW_TOKENS = 64
 _CHECK = "it must be a whole causal language model that transformers knows: restore what is missing or damaged"
 
 
-def load(directory: "Path | str", dtype: "torch.dtype | str" = "auto") -> PreTrainedModel:
-    """The model in an exported directory on the CPU, in evaluation mode; `auto` is the dtype of the files, in which
-    nothing is copied. To run it elsewhere or in another dtype, say so here or to `open_model`: `to` would leave the
-    residuals behind.
+def load(
+    directory: "Path | str",
+    dtype: "torch.dtype | str" = "auto",
+    device: "torch.device | str" = "cpu",
+    name: str | None = None,
+) -> PreTrainedModel:
+    """The model in an exported directory, in evaluation mode; `auto` is the dtype of the files, in which nothing is
+    copied on the CPU. `name` is the model's in errors, by default the directory's.
 
-    Raises CheckpointError where tensors are missing, unexpected or of other shapes, or transformers cannot load them.
+    Raises CheckpointError where tensors are missing, unexpected or of other shapes, or transformers cannot load them;
+    and what torch raises of a device.
     """
     directory = Path(directory).absolute()
-    return open_model(directory, directory.name, dtype).model
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """`residuals`: by the weight that each is added to, the very tensors that the model computes with."""
-
-    model: PreTrainedModel
-    residuals: Mapping[str, Residual] = field(default_factory=dict)
-
-    @property
-    def factors(self) -> list[Tensor]:
-        return [factor for residual in self.residuals.values() for factor in (residual.down, residual.up)]
-
-
-def open_model(
-    directory: Path, name: str, dtype: "torch.dtype | str" = "auto", device: "torch.device | str" = "cpu"
-) -> Loaded:
-    """`load`, on any device; `name` is the model's in errors. Raises as `load` does, and what torch raises of a
-    device."""
+    name = name or directory.name
     if not directory.is_dir():
         raise _wrong(directory, name, "is no directory", remedy="give the directory of one model of an export")
     if index_of(directory) == ADJUSTED_INDEX:
@@ -74,7 +59,7 @@ def open_model(
     options = {"dtype": dtype, "local_files_only": True}
     model, report = _loading(directory, name, lambda: _stock(AutoModelForCausalLM, directory, **options))
     _require_all(directory, name, report)
-    return Loaded(model.to(device).eval())
+    return model.to(device).eval()
 
 
 def index_of(directory: Path) -> str:
@@ -102,7 +87,7 @@ def module_of(model: Module, tensor: str) -> Module | None:
 # --- residuals ----------------------------------------------------------------------------------------------
 
 
-def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "torch.device | str") -> Loaded:
+def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "torch.device | str") -> PreTrainedModel:
     tensors = _mapped(directory, name)
     weights = sorted(set(factors_among(tensors).values()))
     pairs = {weight: _pair(directory, name, tensors, weight) for weight in weights}
@@ -111,7 +96,9 @@ def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "t
     for extra in sorted(report["unexpected_keys"]):
         raise _wrong(directory, name, "the model has no such tensor, and none that this could be added to", extra)
     model.to(device).eval()
-    return Loaded(model, {w: _attached(directory, name, model, w, *pair) for w, pair in pairs.items()})
+    for weight, pair in pairs.items():
+        _attach(directory, name, model, weight, *pair)
+    return model
 
 
 def _mapped(directory: Path, name: str) -> dict[str, Tensor]:
@@ -155,7 +142,7 @@ def _given(directory: Path, tensors: dict[str, Tensor], dtype: "torch.dtype | st
     return model, report
 
 
-def _attached(directory: Path, name: str, model: PreTrainedModel, weight: str, down: Tensor, up: Tensor) -> Residual:
+def _attach(directory: Path, name: str, model: PreTrainedModel, weight: str, down: Tensor, up: Tensor) -> None:
     linear = module_of(model, weight)
     if not isinstance(linear, Linear):
         raise _wrong(directory, name, "has residuals, but is no linear layer of the model", weight)
@@ -164,10 +151,7 @@ def _attached(directory: Path, name: str, model: PreTrainedModel, weight: str, d
     for factor, tensor, shape in zip(factor_names(weight), (down, up), shapes, strict=True):
         if tensor.shape != shape:
             raise _wrong(directory, name, f"has shape {list(tensor.shape)}, {list(shape)} belongs there", factor)
-    # As `attach` would convert them, so that what is kept here is what it uses.
-    residual = Residual(*(factor.to(linear.weight.device, linear.weight.dtype) for factor in (up, down)))
-    attach(linear, residual)
-    return residual
+    attach(linear, Residual(up, down))
 
 
 # --- transformers -------------------------------------------------------------------------------------------

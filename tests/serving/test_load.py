@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError
 from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.evaluation.resident import Resident
-from sandhi_core.rungs.residual import Residual, attach
+from sandhi_core.rungs.residual import factors
 from sandhi_core.serving.hold import unmapped_bytes
-from sandhi_core.serving.load import NEW_TOKENS, load, main, module_of, open_model
+from sandhi_core.serving.load import NEW_TOKENS, load, main, module_of
 from sandhi_core.survey import survey
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
 from tests.evaluation.local_tasks import settings
@@ -70,22 +69,19 @@ def test_residuals_make_a_difference(case: Case, root: Path, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_in_the_files_dtype_nothing_is_copied(halves: Case, name: str) -> None:
     root, _ = halves.exported()
-    loaded = open_model(root / name, name)
-    assert loaded.model.dtype == torch.bfloat16
-    assert torch.equal(logits(loaded.model), logits(halves.swapped(name)))
-    assert len(loaded.factors) == 2 * sum(model == name for model, _ in RANKS)
+    loaded = load(root / name)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(logits(loaded), logits(halves.swapped(name)))
+    assert len(factors(loaded)) == 2 * sum(model == name for model, _ in RANKS)
     assert unmapped_bytes(loaded, root / name) == 0
 
 
-def test_in_another_dtype_factors_count_as_copies_too(halves: Case, case: Case, root: Path) -> None:
-    wide = open_model(halves.exported()[0] / "single", "single", torch.float32)
-    assert wide.model.dtype == torch.float32
-    parameters = sum(p.nbytes for p in wide.model.parameters())
-    added = 2 * halves.assignments["single"].overhead
-    assert sum(f.nbytes for f in wide.factors) == added
-    assert unmapped_bytes(wide, halves.exported()[0] / "single") == parameters + added
-    # the files' own float32: only the factors, which are bfloat16
-    assert unmapped_bytes(open_model(root / "single", "single"), root / "single") == added
+def test_residuals_stay_mapped_whatever_dtype_the_model_computes_in(halves: Case, case: Case, root: Path) -> None:
+    wide = load(halves.exported()[0] / "single", torch.float32)
+    assert wide.dtype == torch.float32
+    assert unmapped_bytes(wide, halves.exported()[0] / "single") == sum(p.nbytes for p in wide.parameters())
+    # the files' own float32: only the factors are bfloat16
+    assert unmapped_bytes(load(root / "single"), root / "single") == 0
 
 
 def test_a_model_is_asked_for_in_another_dtype_as_it_was_scored(halves: Case, tmp_path: Path) -> None:
@@ -191,17 +187,3 @@ def test_a_directory_that_is_none_is_told_in_a_line(tmp_path: Path, capsys: pyte
     assert main([str(tmp_path / "none")]) == 1
     out, err = capsys.readouterr()
     assert out == "" and "error: checkpoint: model none file " in err
-
-
-def test_attached_residuals_are_those_that_are_counted(halves: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`attach` must find nothing left to convert, or what is measured would not be what is used."""
-    used = []
-
-    def spying(linear: torch.nn.Linear, residual: Residual) -> RemovableHandle:
-        used.extend((residual.down, residual.up))
-        assert all(f.to(linear.weight.device, linear.weight.dtype) is f for f in used)
-        return attach(linear, residual)
-
-    monkeypatch.setattr("sandhi_core.serving.load.attach", spying)
-    loaded = open_model(halves.exported()[0] / "single", "single", torch.float32)
-    assert len(used) == 4 and all(a is b for a, b in zip(used, loaded.factors, strict=True))
