@@ -125,7 +125,7 @@ def _worst(member: Member, tensors: Mapping[str, tuple[str, Tensor]]) -> dict[st
     return found
 
 
-def measured(name: str, sharing: Sharing, assigned: Callable[[], Mapping[str, Ranks]]) -> Outcome:
+def judged(name: str, sharing: Sharing, assigned: Callable[[], Mapping[str, Ranks]]) -> Outcome:
     """Decide for every model, settle what saves nothing, and measure the result on the holdout. Seconds include loading
     the models and building the questions; shared tensors and spectra are made before."""
     begun = time.perf_counter()

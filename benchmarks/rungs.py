@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from benchmarks.ladders import Outcome, Sharing, by_ladder, by_rank, measured
+from benchmarks.ladders import Outcome, Sharing, by_ladder, by_rank, judged
 from benchmarks.members import METHODS, Members, opened
 from benchmarks.rows import seconds, table
 from benchmarks.ways import say
@@ -34,9 +34,9 @@ def outcomes(members: Members) -> Iterator[Outcome]:
         sharing = Sharing(members, method)
         say(f"{method}: shared tensors and spectra in {time.perf_counter() - begun:.1f} s")
         for rank in FIXED:
-            yield measured(f"{method}, rank {rank} everywhere", sharing, partial(by_rank, sharing, rank))
+            yield judged(f"{method}, rank {rank} everywhere", sharing, partial(by_rank, sharing, rank))
         for rule, quality in product(RULES, QUALITIES):
-            yield measured(f"{method}, ranks by {rule}, {quality}", sharing, partial(by_ladder, sharing, rule, quality))
+            yield judged(f"{method}, ranks by {rule}, {quality}", sharing, partial(by_ladder, sharing, rule, quality))
 
 
 def told(found: Sequence[Outcome]) -> str:

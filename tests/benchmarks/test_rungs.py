@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import rungs
-from benchmarks.ladders import Sharing, by_ladder, by_rank, measured
+from benchmarks.ladders import Sharing, by_ladder, by_rank, judged
 from benchmarks.members import Members, opened
 from sandhi_core.pool import load_pool
 from sandhi_core.rungs.residual import nbytes
@@ -65,8 +65,8 @@ def test_full_rank_acts_as_the_models_own(sharing: Sharing) -> None:
 
 @pytest.mark.parametrize("rule", ["error", "price"])
 def test_a_certified_pool_is_within_budget_and_no_bolder(sharing: Sharing, rule: str) -> None:
-    point = measured("p", sharing, lambda: by_ladder(sharing, rule, "point"))
-    sure = measured("c", sharing, lambda: by_ladder(sharing, rule, "certified"))
+    point = judged("p", sharing, lambda: by_ladder(sharing, rule, "point"))
+    sure = judged("c", sharing, lambda: by_ladder(sharing, rule, "certified"))
     assert point.within and sure.within
     assert sure.net <= point.net
     for model, member in sharing.members.found.items():
