@@ -107,8 +107,10 @@ class Evaluator:
         if known is not None and not accepts(best(self.suite, known.scores)):
             return None
         original = self.evaluate(split, self.original)
-        found = self._made(context, split, weights, watch=Watch(self.suite, split, original, accepts))
-        return found if found.context == context else None
+        try:
+            return self._made(context, split, weights, watch=Watch(self.suite, split, original, accepts))
+        except AbandonedError:
+            return None
 
     def noise_floor(self, split: Split, tolerance: Scores | None = None) -> Scores:
         """By task, how far the original's score moves when it is computed in batches of half the size: what a budget,
@@ -136,15 +138,23 @@ class Evaluator:
     def _made(
         self, context: str, split: Split, weights: Weights, *, halved: bool = False, watch: Watch | None = None
     ) -> Evaluation:
-        """A fresh evaluation; where `watch` abandons it, what the scores are at most, under the context of that."""
+        """A fresh evaluation, which is in the log then. Raises AbandonedError where `watch` ends it: then what the
+        scores are at most is in the log."""
         started = time.monotonic()
         self._loaded().hold(weights.tensors, weights.read)
         try:
             tasks = self._loaded().answers(self.suite, split, halved=halved, watch=watch)
         except AbandonedError as abandoned:
-            context, tasks = _at_most(context), abandoned.at_most
+            self._keep(weights, _at_most(context), split, abandoned.at_most, started)
+            raise
         if not weights.tensors:
             self._require_answers(split)
+        return self._keep(weights, context, split, tasks, started)
+
+    def _keep(
+        self, weights: Weights, context: str, split: Split, tasks: dict[str, TaskResult], started: float
+    ) -> Evaluation:
+        """Log and count what was computed since `started`, in seconds of the monotonic clock."""
         evaluation = Evaluation(weights=weights.key, context=context, split=split, tasks=tasks)
         self._log.add(evaluation)
         self.evaluations += 1
@@ -164,9 +174,9 @@ class Evaluator:
     def _require_answers(self, split: Split) -> None:
         """A baseline of wrong answers would let every merge pass."""
         for task in self.suite.tasks:
-            if unanswered := task.unanswered(split):
+            if nans := task.nan_answers(split):
                 raise EvaluationError(
-                    f"the original answers {unanswered} questions of task {task.name!r} with NaN",
+                    f"the original answers {nans} questions of task {task.name!r} with NaN",
                     model=self._entry.name,
                     file=str(self._directory),
                     remedy=f"score in another dtype than {dtype_of(self._settings)}, or check the weights",
