@@ -48,6 +48,11 @@ def factor_names(tensor: str) -> tuple[str, str]:
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
+def is_factor(tensor: str) -> bool:
+    """Whether a tensor has a name that PEFT or an export gives a factor, whatever it goes with."""
+    return ".lora_A." in tensor or ".lora_B." in tensor
+
+
 def factors_among(names: Collection[str]) -> dict[str, str]:
     """The factors among a model's tensors, each with the name of the weight that it goes with. No checkpoint that
     enters a pool has such names of its own: every tensor of it is accounted for (architecture.py)."""

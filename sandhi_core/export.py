@@ -19,7 +19,7 @@ from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.files import fsync_directory, write_atomic
-from sandhi_core.layout import MANIFEST, PRIVATE, index_bytes, index_name, make_manifest, shards
+from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest, private_name, shards
 from sandhi_core.pool import Pool
 from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
 from sandhi_core.safetensors_file import Entry, write_safetensors
@@ -84,7 +84,7 @@ def _write(
         for file, digest in sorted(model.files.items()):
             _copy_beside(checkpoint, file, digest, target / file)
         for file, members in shards(model).items():
-            if file == PRIVATE:
+            if file == private_name(model):
                 assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
                 write_safetensors(target / file, _private(members, checkpoint, assigned, store))
                 continue

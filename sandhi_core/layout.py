@@ -14,11 +14,11 @@ from sandhi_core.assignment import Assignment, factor_names, factors_among
 from sandhi_core.errors import ProofError
 from sandhi_core.records import DTYPE_BYTES, ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
 from sandhi_core.savings import Holding, holdings
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
+from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 MANIFEST = "sandhi.json"
 DEPLOYMENT = "deployment.json"  # joins the export once it is proved; the manifest does not speak of it
-PRIVATE = "private.safetensors"
+PRIVATE = "private"  # the file of what a model alone holds, before the suffix
 FACTORS = "BF16"  # what residuals are stored in
 
 
@@ -52,14 +52,15 @@ def make_manifest(
 def _tensors(
     fingerprint: Fingerprint, assignment: Assignment, shared: Mapping[tuple[str, str], Holding]
 ) -> dict[str, ExportedTensor]:
-    merged = assignment.tensors
+    merged, suffix = assignment.tensors, SUFFIXES[ADJUSTED_INDEX if assignment.adjustments else INDEX]
     tensors: dict[str, ExportedTensor] = {}
     taken: Counter[str] = Counter()
     for own in sorted(fingerprint.tensors, key=lambda t: t.name):
         digest = merged.get(own.name, own.digest)
-        file = PRIVATE
-        if (own.name, digest) in shared:
-            file = f"shared-{digest[:16]}-{taken[digest[:16]]}.safetensors"
+        is_shared = (own.name, digest) in shared
+        file = PRIVATE + suffix
+        if is_shared:
+            file = f"shared-{digest[:16]}-{taken[digest[:16]]}{suffix}"
             taken[digest[:16]] += 1
         tensors[own.name] = ExportedTensor(
             digest=digest,
@@ -67,7 +68,7 @@ def _tensors(
             shape=own.shape,
             nbytes=own.nbytes,
             file=file,
-            sharing="private" if file == PRIVATE else "merged" if own.name in merged else "duplicate",
+            sharing="private" if not is_shared else "merged" if own.name in merged else "duplicate",
         )
     shapes = {name: tensors[name].shape for name in assignment.adjustments}
     return tensors | dict(_factors(assignment, shapes))
@@ -88,7 +89,7 @@ def _factors(assignment: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> I
                     dtype=FACTORS,
                     shape=(height, width),
                     nbytes=height * width * DTYPE_BYTES[FACTORS],
-                    file=PRIVATE,
+                    file=PRIVATE + SUFFIXES[ADJUSTED_INDEX],
                     sharing="private",
                 ),
             )
@@ -98,6 +99,11 @@ def index_name(model: ExportedModel) -> str:
     """What a model's index is called. Where residuals belong to the model it is no name that stock tools look for:
     they would leave them out, and answer as nothing that was scored."""
     return ADJUSTED_INDEX if factors_among(model.tensors) else INDEX
+
+
+def private_name(model: ExportedModel) -> str:
+    """What the file of the tensors that a model alone holds is called."""
+    return PRIVATE + SUFFIXES[index_name(model)]
 
 
 def shards(model: ExportedModel) -> dict[str, dict[str, ExportedTensor]]:
@@ -154,7 +160,8 @@ def unlinked(export_root: Path, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def read_manifest(export_root: Path) -> Manifest:
-    """The manifest of an export. Raises ProofError where it is missing, invalid or names files elsewhere."""
+    """The manifest of an export. Raises ProofError where it is missing, invalid, or names files elsewhere or shards as
+    the shards of another kind of model."""
     path = export_root / MANIFEST
     remedy = "give the directory that holds sandhi.json, as `sandhi build` prints it, or build again"
     try:
@@ -171,4 +178,10 @@ def read_manifest(export_root: Path) -> Manifest:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or str(pure) != name or name == ".":
             raise ProofError(f"names a file elsewhere: {name}", file=str(path), remedy=remedy)
+    for model_name, model in sorted(manifest.models.items()):
+        suffix = SUFFIXES[index_name(model)]
+        for file in shards(model):
+            if not file.endswith(suffix):
+                message = f"names the shard {file}, but those of this model end in {suffix}"
+                raise ProofError(message, model=model_name, file=str(path), remedy=remedy)
     return manifest

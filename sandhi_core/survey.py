@@ -14,6 +14,7 @@ from sandhi_core.survey_files import (
     DOWNLOAD,
     INDEX,
     PICKLES,
+    SUFFIXES,
     UNREAD,
     WEIGHTS,
     FileIdentity,
@@ -78,7 +79,7 @@ def _read_config(found: Survey, files: list[str], readable: set[str]) -> None:
 
 def _weight_files(found: Survey, files: list[str], readable: set[str]) -> list[str]:
     """The files that hold the weights, as far as they can be read."""
-    present = [f for f in files if f.endswith(".safetensors") and "/" not in f]
+    present = [f for f in files if f.endswith(tuple(SUFFIXES.values())) and "/" not in f]
     index = found.index_name
     if index in files:
         found.index = index
@@ -116,6 +117,13 @@ def _report_no_weights(found: Survey, files: list[str], present: list[str]) -> N
             "use the checkpoint that the export was made from; to run the export, sandhi_core.serving.load",
             ADJUSTED_INDEX,
         )
+    elif parts := [f for f in present if f.endswith(SUFFIXES[ADJUSTED_INDEX])]:
+        found.report(
+            "weights-missing",
+            f"is a part of a model that adds residuals to shared tensors, and its {ADJUSTED_INDEX} is gone",
+            "use the checkpoint that the export was made from; to run the export, restore it",
+            parts[0],
+        )
     elif present:
         found.report(
             "weights-missing",
@@ -138,7 +146,7 @@ def _report_no_weights(found: Survey, files: list[str], present: list[str]) -> N
 
 def _index(found: Survey) -> dict[str, str]:
     """Tensor name to shard, as the index has it; reports and drops what cannot be."""
-    index = found.index_name
+    index, suffix = found.index_name, SUFFIXES[found.index_name]
     try:
         weight_map = read_json(found.directory / index).get("weight_map")
     except ValueError as error:
@@ -149,10 +157,10 @@ def _index(found: Survey) -> dict[str, str]:
         return {}
     good: dict[str, str] = {}
     for tensor, shard in weight_map.items():
-        if isinstance(shard, str) and shard.endswith(".safetensors") and Path(shard).name == shard:
+        if isinstance(shard, str) and shard.endswith(suffix) and Path(shard).name == shard:
             good[tensor] = shard
         else:
-            message = f"names the shard {shard!r}, which is no name of a safetensors file"
+            message = f"names the shard {shard!r}, which is no name of a *{suffix} file beside it"
             found.report("index-invalid", message, _REWRITE, index, tensor)
     return good
 

@@ -15,7 +15,7 @@ from sandhi_core.assignment import Assignment, factor_names
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pool import DeploySettings, ModelEntry, Pool, TaskBudget
 from sandhi_core.records import Adjustment, Fingerprint, Manifest, MergedWeights, TensorInfo
 from sandhi_core.rungs.residual import DTYPE, Residual, attach
 from sandhi_core.safetensors_file import tensor_over
@@ -169,7 +169,7 @@ def make_case(root: Path, directories: dict[str, Path], ranks: Mapping[tuple[str
     entries = tuple(ModelEntry(name=n, path=str(p), tasks=tasks) for n, p in directories.items())
     return Case(
         root=root,
-        pool=Pool(name="small", models=entries),
+        pool=Pool(name="small", models=entries, deploy=DeploySettings(engine="transformers" if ranks else "vllm")),
         checkpoints=checkpoints,
         fingerprints={name: fingerprint_of(c) for name, c in checkpoints.items()},
         tensors=tensors,

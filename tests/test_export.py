@@ -11,7 +11,7 @@ from sandhi_core.assignment import factor_names, factors_among
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
-from sandhi_core.layout import PRIVATE, index_name, sizes_match
+from sandhi_core.layout import index_name, private_name, sizes_match
 from sandhi_core.records import Manifest
 from sandhi_core.rungs.residual import DTYPE
 from sandhi_core.safetensors_file import dtype_name
@@ -308,7 +308,8 @@ def test_factors_are_private_whoever_else_adds_the_same(directories: dict[str, P
     for name, model in manifest.models.items():
         added = case.adjustments[name][UP]
         assert {n for n, t in model.tensors.items() if n not in case.checkpoints[name].names} == {down, up}
-        assert [(model.tensors[n].sharing, model.tensors[n].file) for n in (down, up)] == [("private", PRIVATE)] * 2
+        places = {(model.tensors[n].sharing, model.tensors[n].file) for n in (down, up)}
+        assert places == {("private", "private.sandhi")} and private_name(model) == "private.sandhi"
         assert (model.tensors[down].digest, model.tensors[down].shape) == (added.down, (64, 32))
         assert (model.tensors[up].digest, model.tensors[up].shape) == (added.up, (48, 64))
         assert model.tensors[down].dtype == model.tensors[up].dtype == dtype_name(DTYPE)

@@ -124,15 +124,21 @@ def test_the_index_of_a_model_with_residuals_to_the_byte(tmp_path: Path, case: C
             "dtype": "BF16",
             "shape": shape,
             "nbytes": 2 * shape[0] * shape[1],
-            "file": "private.safetensors",
+            "file": "private.sandhi",
             "sharing": "private",
         }
     lines = ",\n".join(f'    "{name}": "{tensors[name].file}"' for name in sorted(tensors))
     total = sum(t.nbytes for t in case.fingerprints["tied"].tensors) + 2 * 2 * (32 + 48)
     expected = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n{lines}\n  }}\n}}\n'
     assert (root / "tied" / "sandhi.index.json").read_bytes() == expected.encode()
-    assert not (root / "tied" / "model.safetensors.index.json").exists()
-    assert "`sandhi.index.json`" in DOCUMENT and "`X.lora_A.weight`" in DOCUMENT and "`X.lora_B.weight`" in DOCUMENT
+    digest = adjusted.tensors["tied"][UP]
+    shared = f"shared-{digest[:16]}-0.sandhi"
+    assert {tensor.file for tensor in tensors.values()} == {"private.sandhi", shared}
+    assert (root / "tied" / shared).samefile(tmp_path / "store" / digest / f"{UP}.safetensors")
+    beside = set(adjusted.checkpoints["tied"].beside())
+    assert {p.name for p in (root / "tied").iterdir()} == {"sandhi.index.json", "private.sandhi", shared} | beside
+    for name in ("sandhi.index.json", "private.sandhi", "X.lora_A.weight", "X.lora_B.weight"):
+        assert f"`{name}`" in DOCUMENT
 
 
 def test_an_export_holds_the_documented_files_and_no_others(case: Case) -> None:

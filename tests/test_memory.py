@@ -120,6 +120,15 @@ def test_a_mapped_file_is_found_with_its_resident_pages(tmp_path: Path) -> None:
     assert files.get(span._replace(path="/elsewhere", inode=1)) is None
 
 
+def test_weight_files_are_those_of_either_kind_of_model(tmp_path: Path) -> None:
+    names = ("model.safetensors", "private.sandhi")
+    for number, name in enumerate((*names, "notes.txt", "sandhi.index.json")):
+        (tmp_path / name).write_bytes(bytes(number + 1))
+    files = weight_files(tmp_path)
+    assert set(files.paths) == {str(tmp_path / name) for name in names}
+    assert sorted(files.sizes.values()) == [1, 2]
+
+
 # --- real processes -----------------------------------------------------------------------------------------
 
 

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 
 from sandhi_core import sharing
 from sandhi_core.claims import MEMORY_SHARE, claims_of
+from sandhi_core.deploy.check import check_deployment
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import Problem, ProofError
 from sandhi_core.layout import read_manifest, sizes_match
 from sandhi_core.memory import PAGE, Holder, weight_files
+from sandhi_core.pool import DeploySettings
 from sandhi_core.records import (
     Evaluation,
     MemoryComparison,
@@ -319,6 +321,17 @@ def test_verify_counts_residuals(adjusted: Case) -> None:
         "shared": counted.freed,
         "added": counted.overhead,
     }
+
+
+def test_an_engine_that_leaves_residuals_out_is_not_deployed(adjusted: Case) -> None:
+    root = edited(deployed(adjusted), lambda d: d.update(engine="vllm"))
+    (problem,) = check_deployment(root, read_manifest(root))
+    assert (problem.model, problem.severity) == ("single", "error")
+    assert problem.message == "adds residuals to shared tensors, which vllm does not apply"
+    assert "deploy.engine to transformers" in problem.remedy
+    adjusted.pool = adjusted.pool.model_copy(update={"deploy": DeploySettings(engine="vllm")})
+    with pytest.raises(ProofError, match="which vllm does not apply"):
+        deployed(adjusted)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+from sandhi_core.assignment import factors_among
 from sandhi_core.deploy import library, vllm
 from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, memory_of
@@ -32,7 +33,7 @@ from sandhi_core.records import (
 
 Engine = Literal["vllm", "transformers"]
 ENGINES: Mapping[Engine, ModuleType] = {"vllm": vllm, "transformers": library}
-"""Each with `launch` and `pool_notes`."""
+"""Each with `RESIDUALS`, `served_dtype`, `launch` and `pool_notes`."""
 
 
 class Claims(Part):
@@ -103,8 +104,8 @@ def deployment_spec(
     """Describe how to serve an export; mappings are by model name, `configs` holds each one's config.json.
 
     Raises ProofError unless the proof passed for this very manifest and the holdout scored these very
-    weights, and for a dtype that the engine lacks; CheckpointError where a configuration does not give the
-    cache's size.
+    weights, and for residuals or a dtype that the engine cannot serve; CheckpointError where a configuration does not
+    give the cache's size.
     """
     _refuse_unproved(manifest, proof, holdouts)
     export_root = export_root.absolute()
@@ -140,7 +141,8 @@ def serve(
     scored: Mapping[str, Scored],
 ) -> tuple[PoolMemory, tuple[Server, ...]]:
     """The sizes of a pool on its device, and its servers in starting order. Raises as `deployment_spec` does."""
-    served = {name: vllm.served_dtype(name, dtypes[name]) for name in manifest.models}
+    _refuse_residuals(engine, manifest)
+    served = {name: ENGINES[engine].served_dtype(name, dtypes[name]) for name in manifest.models}
     memory, models = memory_of(device_bytes, manifest, configs, dtypes)
     # The largest starts while most of the device is free.
     order = sorted(models, key=lambda name: (-models[name].weights_bytes, name))
@@ -150,6 +152,17 @@ def serve(
         launch = ENGINES[engine].launch(name, directory, place, served[name], configs[name], memory, models[name])
         servers.append(_server(name, manifest.models[name], scored[name], launch, models[name]))
     return memory, tuple(servers)
+
+
+def _refuse_residuals(engine: Engine, manifest: Manifest) -> None:
+    for name, model in sorted(manifest.models.items()):
+        if factors_among(model.tensors) and not ENGINES[engine].RESIDUALS:
+            raise ProofError(
+                f"adds residuals to shared tensors, which {engine} does not apply",
+                model=name,
+                remedy="set deploy.engine to transformers (sandhi_core.serving.load applies them), or "
+                "merging.residuals to none, and build again",
+            )
 
 
 def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[str, HoldoutScore]) -> None:

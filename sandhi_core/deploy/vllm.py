@@ -9,6 +9,7 @@ from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory
 from sandhi_core.errors import ProofError
 
+RESIDUALS = False  # are not applied, and nothing would say so
 FIRST_PORT = 8000
 BLOCK = 16
 """Tokens in a block of vLLM's cache, by default: a sequence takes whole ones."""

@@ -1,14 +1,6 @@
-"""Any exported model, ready to run: its tensors are the mapped files, and what it adds to shared ones is applied.
+"""Any exported model, ready to run: its tensors are the mapped files, and what it adds to shared ones is applied."""
 
-    python -m sandhi_core.serving.load DIRECTORY
-
-reads prompts from standard input, one a line, and prints the greedy continuation of each, on one line too (its line
-feeds as \\n): a quick look at an export.
-"""
-
-import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +12,17 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
 
-from sandhi_core.assignment import factor_names, factors_among
+from sandhi_core.assignment import factor_names, factors_among, is_factor
 from sandhi_core.checkpoint import Checkpoint, refuse
 from sandhi_core.disk import RESTORE
-from sandhi_core.errors import CheckpointError, SandhiError
+from sandhi_core.errors import CheckpointError
 from sandhi_core.rungs.residual import Residual, attach
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
+from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
-NEW_TOKENS = 64
-"""How far a prompt is continued at most."""
 _CHECK = "it must be a whole causal language model that transformers knows: restore what is missing or damaged"
 
 
@@ -47,8 +35,9 @@ def load(
     """The model in an exported directory, in evaluation mode; `auto` is the dtype of the files, in which nothing is
     copied on the CPU. `name` is the model's in errors, by default the directory's.
 
-    Raises CheckpointError where tensors are missing, unexpected or of other shapes, or transformers cannot load them;
-    and what torch raises of a device.
+    Raises CheckpointError where tensors are missing or of other shapes, residuals would be left out, or transformers
+    cannot load the model; of an export with residuals also where a tensor is unexpected. And what torch raises of a
+    device.
     """
     directory = Path(directory).absolute()
     name = name or directory.name
@@ -59,12 +48,19 @@ def load(
     options = {"dtype": dtype, "local_files_only": True}
     model, report = _loading(directory, name, lambda: _stock(AutoModelForCausalLM, directory, **options))
     _require_all(directory, name, report)
+    for factor in sorted(filter(is_factor, report["unexpected_keys"])):
+        message = f"is a factor of a residual, which is applied only where {ADJUSTED_INDEX} names it"
+        raise _wrong(directory, name, message, factor)
     return model.to(device).eval()
 
 
 def index_of(directory: Path) -> str:
-    """The name of the index that a model's directory has, or would have. Raises CheckpointError where it has both."""
+    """The name of the index that a model's directory has, or would have. Raises CheckpointError where it has both, or
+    shards of a model with residuals and no index of one."""
     if not (directory / ADJUSTED_INDEX).exists():
+        for shard in sorted(directory.glob(f"*{SUFFIXES[ADJUSTED_INDEX]}")):
+            message = f"is missing, but {shard.name} is a part of a model with residuals"
+            raise _wrong(directory, directory.name, message, file=ADJUSTED_INDEX)
         return INDEX
     if (directory / INDEX).exists():
         raise _wrong(directory, directory.name, f"lies beside {ADJUSTED_INDEX}, and leaves out residuals", file=INDEX)
@@ -183,42 +179,3 @@ def _wrong(
     directory: Path, name: str, message: str, tensor: str | None = None, *, remedy: str = RESTORE, file: str = ""
 ) -> CheckpointError:
     return CheckpointError(message, model=name, file=str(directory / file), tensor=tensor, remedy=remedy)
-
-
-# --- a quick look -------------------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    description = "Continue prompts from standard input, one a line, with an exported model."
-    parser = argparse.ArgumentParser(prog="python -m sandhi_core.serving.load", description=description)
-    parser.add_argument("directory", type=Path, help="of one model of an export")
-    directory: Path = parser.parse_args(arguments).directory
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        model = load(directory)
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except SandhiError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for line in sys.stdin:
-        if prompt := line.rstrip("\n"):
-            print(_continued(model, tokenizer, prompt).replace("\n", "\\n"), flush=True)
-    return 0
-
-
-def _continued(model: Any, tokenizer: Any, prompt: str) -> str:
-    asked = tokenizer(prompt, return_tensors="pt")
-    answer = model.generate(
-        input_ids=asked["input_ids"],
-        attention_mask=asked["attention_mask"],
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=NEW_TOKENS,
-    )
-    text: str = tokenizer.decode(answer[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,7 @@ import pytest
 
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import Problem, ProofError
-from sandhi_core.layout import MANIFEST, PRIVATE, read_manifest
+from sandhi_core.layout import MANIFEST, read_manifest
 from sandhi_core.safetensors_file import Entry, map_file, write_safetensors
 from sandhi_core.sharing import verify
 from sandhi_core.survey_files import INDEX
@@ -104,6 +104,7 @@ def directory_instead(path: Path) -> None:
     path.mkdir()
 
 
+PRIVATE = "private.safetensors"
 P, S = f"single/{PRIVATE}", "single/{gate}"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
     "flipped bit in a private shard": (P, lambda p: flip(p, -1), [f"model single, file {PRIVATE}: tensor "]),

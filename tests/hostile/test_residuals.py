@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from sandhi_core.assignment import factor_names
+from sandhi_core.assignment import factor_names, is_factor
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, ProofError
-from sandhi_core.layout import PRIVATE, read_manifest
+from sandhi_core.layout import MANIFEST, read_manifest
 from sandhi_core.memory import measure
 from sandhi_core.safetensors_file import Entry, map_file, raw_bytes, write_safetensors
 from sandhi_core.serving.load import load
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
 from tests.exported import DOWN, EMBED, GATE, NORM, RANKS, UP, make_case, make_models
 
+PRIVATE = "private.sandhi"
 A, B = factor_names(GATE)
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -64,6 +65,30 @@ def without_in_index(single: Path, name: str) -> None:
 
 def shared(single: Path, tensor: str) -> Path:
     return single / weight_map(single)[tensor]
+
+
+def by_stock_names(single: Path) -> None:
+    """As an ordinary sharded checkpoint has them."""
+    places = {name: file.replace(".sandhi", ".safetensors") for name, file in weight_map(single).items()}
+    for path in single.glob("*.sandhi"):
+        path.rename(path.with_suffix(".safetensors"))
+    index(single, places)
+    (single / ADJUSTED_INDEX).rename(single / INDEX)
+
+
+def without_factors(path: Path) -> None:
+    places = json.loads(path.read_text())["weight_map"]
+    kept = {name: file for name, file in places.items() if not is_factor(name)}
+    assert len(kept) == len(places) - 4
+    path.write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+
+
+def in_one_file(single: Path) -> None:
+    by_stock_names(single)
+    entries = [entry for path in single.glob("*.safetensors") for entry in map_file(path).values()]
+    for path in (single / INDEX, *single.glob("*.safetensors")):
+        path.unlink()
+    write_safetensors(single / "model.safetensors", entries)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str | None, str]] = {
@@ -131,6 +156,32 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None, str]] = {
         None,
         f"lies beside {ADJUSTED_INDEX}: loaders disagree",
     ),
+    "weights of the stock suffix beside it": (
+        lambda d: shutil.copy(d / PRIVATE, d / "private.safetensors"),
+        None,
+        "holds weights that do not belong to the model",
+    ),
+    "a shard of the stock suffix": (
+        lambda d: (
+            (d / PRIVATE).rename(d / "private.safetensors"),
+            index(d, {n: f.replace(PRIVATE, "private.safetensors") for n, f in weight_map(d).items()}),
+        ),
+        "lm_head.weight",
+        r"names the shard 'private.safetensors', which is no name of a \*.sandhi file",
+    ),
+    "an index by the stock name": (
+        lambda d: (d / ADJUSTED_INDEX).rename(d / INDEX),
+        None,
+        f"is missing, but {PRIVATE} is a part of a model with residuals",
+    ),
+    "no index": (lambda d: (d / ADJUSTED_INDEX).unlink(), None, f"is missing, but {PRIVATE} is a part"),
+    "index and shards by stock names": (lambda d: by_stock_names(d), A, "is a factor of a residual"),
+    "index and shards by stock names, without the factors in the index": (
+        lambda d: (by_stock_names(d), without_factors(d / INDEX)),
+        A,
+        "is a factor of a residual",
+    ),
+    "all in one file by the stock name": (lambda d: in_one_file(d), A, "is a factor of a residual"),
     "no configuration": (lambda d: (d / "config.json").unlink(), None, "is missing"),
     "a configuration of nothing": (
         lambda d: ((d / "config.json").chmod(0o644), (d / "config.json").write_text("{}")),
@@ -177,3 +228,17 @@ def test_an_index_by_the_stock_name_is_no_part_of_the_export(sound: Path, tmp_pa
     (root / "single" / ADJUSTED_INDEX).rename(root / "single" / INDEX)
     messages = {p.file: p.message for p in verify_disk(root, read_manifest(root)).problems if p.code == "export-file"}
     assert messages == {f"single/{INDEX}": "is no part of the export", ADJUSTED_INDEX: "is missing"}
+
+
+@pytest.mark.parametrize(("model", "suffix"), [("single", ".safetensors"), ("sharded", ".sandhi")])
+def test_a_manifest_whose_shards_have_the_suffix_of_the_other_kind_is_refused(
+    sound: Path, tmp_path: Path, model: str, suffix: str
+) -> None:
+    root = Path(shutil.copytree(sound, tmp_path / "copy"))
+    manifest = json.loads((root / MANIFEST).read_text())
+    for tensor in manifest["models"][model]["tensors"].values():
+        tensor["file"] = str(Path(tensor["file"]).with_suffix(suffix))
+    (root / MANIFEST).unlink()
+    (root / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ProofError, match=rf"model {model} .*names the shard .*{suffix}, but those of this model end"):
+        read_manifest(root)

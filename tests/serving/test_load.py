@@ -1,12 +1,12 @@
 """Exports with residuals: loaded as they were scored, out of the mapped files, and by nothing that would drop them."""
 
-import io
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError
@@ -14,11 +14,11 @@ from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.rungs.residual import factors
 from sandhi_core.serving.hold import unmapped_bytes
-from sandhi_core.serving.load import NEW_TOKENS, load, main, module_of
+from sandhi_core.serving.load import index_of, load, module_of
 from sandhi_core.survey import survey
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
+from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, PICKLES
 from tests.evaluation.local_tasks import settings
-from tests.exported import EMBED, GATE, MODELS, RANKS, Case, make_case, make_models, stock
+from tests.exported import EMBED, GATE, MODELS, RANKS, UP, Case, make_case, make_models, stock
 from tests.models import tiny_llama
 
 TOKENS = torch.arange(40)[None] % 64
@@ -126,6 +126,32 @@ def test_stock_transformers_refuses_what_it_would_answer_wrongly(
         AutoModelForCausalLM.from_pretrained(root / name, local_files_only=True, **options)
 
 
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_no_loader_that_globs_finds_weights_that_it_would_serve_without_residuals(
+    case: Case, root: Path, name: str
+) -> None:
+    """vLLM and SGLang take all *.safetensors, else *.bin and *.pt, where there is no index that they know."""
+    files = [p for p in (root / name).rglob("*") if p.is_file()]
+    assert not [p for p in files for pattern in ("*.safetensors", "*.safetensors.*", *PICKLES) if p.match(pattern)]
+    shards = sorted((root / name).glob("*.sandhi"))
+    held = {tensor: path.name for path in shards for tensor in load_file(path)}  # safetensors all the same
+    assert held == {tensor: entry.file for tensor, entry in case.exported()[1].models[name].tensors.items()}
+
+
+def test_shared_shards_are_the_same_files_in_either_kind_of_directory(case: Case, root: Path) -> None:
+    manifest = case.exported()[1]
+    entry = case.store.path(case.tensors["tied"][UP], UP)
+    files = {name: root / name / manifest.models[name].tensors[UP].file for name in MODELS}
+    assert {name: path.suffix for name, path in files.items()} == {
+        "sharded": ".safetensors",
+        "single": ".sandhi",
+        "tied": ".sandhi",
+    }
+    assert all(path.samefile(entry) for path in files.values())
+    shared = {path.name for name in ("sharded", "single") for path in (root / name).glob("shared-*")}
+    assert len({Path(file).stem for file in shared}) == 3  # what both hold has one name before the suffix
+
+
 def test_a_model_that_adds_nothing_is_the_checkpoint_that_it_was(case: Case, root: Path, tmp_path: Path) -> None:
     plain = Case(case.root, case.pool, case.checkpoints, case.fingerprints, case.tensors, case.merged)
     before, manifest = plain.exported()
@@ -142,6 +168,19 @@ def test_an_export_with_residuals_is_no_member_of_a_pool(root: Path) -> None:
     assert (problem.code, problem.file) == ("weights-missing", ADJUSTED_INDEX)
 
 
+def test_parts_of_such_an_export_are_no_checkpoint_either(root: Path, tmp_path: Path) -> None:
+    parts = Path(shutil.copytree(root / "single", tmp_path / "single"))
+    (parts / ADJUSTED_INDEX).unlink()
+    (problem,) = survey(parts, "single").problems
+    assert (problem.code, problem.file) == ("weights-missing", "private.sandhi")
+    plain = tiny_llama(tmp_path / "plain")
+    shutil.copy(parts / "private.sandhi", plain)
+    (problem,) = survey(plain, "plain").problems
+    assert (problem.code, problem.file) == ("weights-stray", "private.sandhi")
+    with pytest.raises(CheckpointError, match=r"is missing, but private.sandhi is a part of a model with residuals"):
+        index_of(plain)
+
+
 def test_a_checkpoint_is_loaded_too(tmp_path: Path) -> None:
     directory = tiny_llama(tmp_path / "plain")
     assert torch.equal(logits(load(directory)), logits(stock(directory)))
@@ -155,35 +194,3 @@ def test_names_may_lack_the_prefix(case: Case) -> None:
     assert module_of(model, EMBED) is model.get_input_embeddings()
     for nothing in ("weight", "model.layers.9.mlp.up_proj.weight", "model.layers.0.mlp.weight", GATE + "s", ""):
         assert module_of(model, nothing) is None
-
-
-# --- a quick look -------------------------------------------------------------------------------------------
-
-
-def greedy(model: PreTrainedModel, tokens: list[int]) -> list[int]:
-    asked = len(tokens)
-    while len(tokens) < asked + NEW_TOKENS:
-        with torch.inference_mode():
-            tokens = [*tokens, int(model(torch.tensor([tokens])).logits[0, -1].argmax())]
-        if tokens[-1] == model.config.eos_token_id:
-            break
-    return tokens[asked:]
-
-
-def test_prompts_are_continued(
-    case: Case, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n\nde f"))
-    assert main([str(root / "single")]) == 0
-    model, tokenizer = case.swapped("single"), AutoTokenizer.from_pretrained(root / "single")
-    continued = [
-        tokenizer.decode(greedy(model, tokenizer(prompt).input_ids), skip_special_tokens=True)
-        for prompt in ("abc", "de f")
-    ]
-    assert capsys.readouterr().out == "".join(text.replace("\n", "\\n") + "\n" for text in continued)
-
-
-def test_a_directory_that_is_none_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none")]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and "error: checkpoint: model none file " in err
