@@ -14,6 +14,7 @@ def run(job: Job) -> Outcome:
     evaluator = job.bench.evaluator(pool, entry)
 
     def evaluate(assignment: Assignment) -> Evaluation:
+        job.bench.restore(job.key, assignment)
         return evaluator.evaluate("holdout", merged_weights(fingerprint, assignment, job.bench.store))
 
     record = walk_holdout(

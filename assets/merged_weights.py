@@ -3,7 +3,7 @@
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.assignment import assignment_at
 from sandhi_core.export import export_pool
-from sandhi_core.records import OperatingPoints, Plan, Trajectory
+from sandhi_core.records import OperatingPoints, Trajectory
 
 
 def run(job: Job) -> Outcome:
@@ -12,13 +12,8 @@ def run(job: Job) -> Outcome:
     trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
     deployed = points.deployed
     assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
-    plans = bench.of_pool(Plan, "plan", job.key)
-    shared = bench.shared_tensors()
     for model, assignment in assignments.items():
-        for merge in (merge for step in plans[model].steps for merge in step.merges):
-            if merge.tensor in assignment.tensors:
-                shared.digest(merge.recipe)  # made again where the store has lost it
-        bench.restore_residuals(f"{job.key}.{model}", assignment)
+        bench.restore(f"{job.key}.{model}", assignment)
     record = export_pool(
         bench.catalogue.pools[job.key],
         deployed.name,

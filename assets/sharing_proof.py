@@ -66,6 +66,7 @@ def run(job: Job) -> Outcome:
 def _scored(job: Job, model: str, assignment: Assignment) -> Evaluation:
     """What the holdout's walk gave the deployed weights; scored again only where the score log was lost."""
     pool, entry = job.bench.catalogue.entry(f"{job.key}.{model}")
+    job.bench.restore(f"{job.key}.{model}", assignment)
     weights = merged_weights(job.bench.fingerprint(model), assignment, job.bench.store)
     return job.bench.evaluator(pool, entry).evaluate("holdout", weights)
 

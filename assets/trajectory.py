@@ -68,7 +68,7 @@ def _ladder(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float
     pool, entry = job.bench.catalogue.entry(job.key)
     plan = job.bench.artifacts.load(Plan, "plan", job.key)
     fingerprint, offering = job.bench.fingerprint(entry.name), job.bench.offers(entry, evaluator)
-    offers = offering.of(plan, job.log)
+    offers = offering.of(plan, told=job.log)
     candidates = {name: offer.candidate for name, offer in offers.items()}
     rungs = distinct(candidates, PRICES, residuals=pool.merging.residuals == "low_rank")
 

@@ -18,26 +18,36 @@ from sandhi_core.records import HoldoutScore, OperatingPoints, SharingProof
 
 Sections = Mapping[str, Mapping[str, Any]]
 
+POINT, CERTIFIED = {"quality": "point"}, {"quality": "certified"}
+WALK: Sections = {
+    "profile": {"noise": True},
+    "grouping": {"candidates": "wide"},
+    "search": {"strategy": "walk", "accept": "original", "stride": "gallop"},
+    "merging": {"rescale": "none", "residuals": "none"},
+    "holdout": POINT,
+    "deploy": {"engine": "vllm"},
+}
+REPLICA: Sections = {
+    **WALK,
+    "grouping": {"candidates": "reference"},
+    "search": {"strategy": "walk", "accept": "reference", "stride": 1},
+    "merging": {"rescale": "common", "residuals": "none"},
+}
 LADDER: Sections = {
     "profile": {"noise": False},
-    "search": {"strategy": "ladder", "accept": "original"},
-    "merging": {"rescale": "none", "residuals": "low_rank"},
     "grouping": {"candidates": "wide"},
+    "search": {"strategy": "ladder"},
+    "merging": {"rescale": "none", "residuals": "low_rank"},
+    "holdout": POINT,
     "deploy": {"engine": "transformers"},
-}
-WALK: Sections = {"grouping": {"candidates": "wide"}, "search": {"accept": "original", "stride": "gallop"}}
-REPLICA: Sections = {
-    "grouping": {"candidates": "reference"},
-    "search": {"accept": "reference", "stride": 1},
-    "merging": {"rescale": "common"},
 }
 WAYS: Mapping[str, Sections] = {
     "SANDHI replica": REPLICA,
     "walk, point": WALK,
-    "walk, certified": {**WALK, "holdout": {"quality": "certified"}},
-    "ladder without residuals, point": {**LADDER, "merging": {"rescale": "none"}},
+    "walk, certified": {**WALK, "holdout": CERTIFIED},
+    "ladder without residuals, point": {**LADDER, "merging": {"rescale": "none", "residuals": "none"}},
     "ladder, point": LADDER,
-    "ladder, certified": {**LADDER, "holdout": {"quality": "certified"}},
+    "ladder, certified": {**LADDER, "holdout": CERTIFIED},
 }
 
 
@@ -45,7 +55,8 @@ def varied(pool: Pool, sections: Sections, file: Path) -> Path:
     """The pool with other settings, in a file of its own."""
     whole = pool.model_dump(mode="json", exclude_none=True)
     for name, fields in sections.items():
-        whole[name] = {**whole.get(name, {}), **fields}
+        # What the pool's own file says of a search is left aside: each way has its own.
+        whole[name] = fields if name == "search" else {**whole.get(name, {}), **fields}
     file.write_text(yaml.safe_dump(whole))
     return file
 

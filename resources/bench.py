@@ -85,28 +85,29 @@ class Bench:
             self.shared_tensors().digest,
         )
 
-    def restore_residuals(self, key: str, assignment: Assignment) -> None:
-        """Make those of an assignment of the member `key` again that the store has lost.
+    def restore(self, key: str, assignment: Assignment) -> None:
+        """Make the tensors of an assignment of the member `key` again that the store has lost.
 
-        Raises StoreError where they come out otherwise: then they are not what was scored.
+        Raises StoreError where a residual comes out otherwise: then it is not what was scored.
         """
         lost = {
-            name: found.rank
-            for name, found in assignment.adjustments.items()
-            if not (self.store.has(found.up) and self.store.has(found.down))
+            n: a for n, a in assignment.adjustments.items() if not (self.store.has(a.up) and self.store.has(a.down))
         }
-        if not lost:
+        gone = {name for name, digest in assignment.tensors.items() if not self.store.has(digest)} | lost.keys()
+        if not gone:
             return
         pool, entry = self.catalogue.entry(key)
+        plan = self.artifacts.load(Plan, "plan", key)
+        for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
+            self.shared_tensors().digest(merge.recipe)
         offering = self.offers(entry, self.evaluator(pool, entry))
-        offers = offering.of(self.artifacts.load(Plan, "plan", key))
-        again = offering.assigned(offers, lost).adjustments
-        if changed := [name for name, found in again.items() if found != assignment.adjustments[name]]:
+        again = offering.assigned(offering.of(plan, lost), {name: a.rank for name, a in lost.items()})
+        if changed := [name for name, found in again.adjustments.items() if found != lost[name]]:
             raise StoreError(
                 "the residual that was scored is lost, and what is made in its place differs",
                 model=entry.name,
                 tensor=changed[0],
-                remedy=f"remove the record records/trajectory/{key}.json and build again: it searches anew",
+                remedy=f"remove records/trajectory/{key}.json and build again: it searches anew",
             )
 
     def of_pool(self, kind: type[R], stage: str, pool: str) -> dict[str, R]:

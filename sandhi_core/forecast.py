@@ -19,6 +19,10 @@ READS = {
 }
 
 
+INPUT_PASSES = 2
+"""Over the profile split, of a model whose moments fit 2 GiB; larger ones take more."""
+
+
 class CompatibleModels(Record):
     """One partition of the `groups` stage: `sets` is how many sets of same-layer slots could share a tensor."""
 
@@ -64,6 +68,8 @@ def forecast(
         models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
         read += READS.get(stage, 0) * sum(fingerprints[m].nbytes for m in models)
         evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
+        if stage == "trajectory" and pool.search.strategy == "ladder":
+            written += sum(ladder_bytes(fingerprints[m]) for m in models)
         if stage == "merged_weights":
             written += sum(fingerprints[m].nbytes for m in models)
         if stage == "groups":
@@ -107,12 +113,20 @@ def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
         case "profile":
             return 1 + (2 * layers * len(pool.profile.seeds) if pool.profile.noise else 0)
         case "trajectory":
-            return 2 + _tried(steps, pool)
+            # A ladder also answers the profile split again, to see what goes into every projection.
+            return 2 + _tried(steps, pool) + (INPUT_PASSES if pool.search.strategy == "ladder" else 0)
         case "holdout":
             return 1 + (steps if pool.search.strategy == "walk" else _tried(steps, pool))
         case "sharing_proof":
             return 1
     return 0
+
+
+def ladder_bytes(fingerprint: Fingerprint) -> int:
+    """What a model's ladder keeps beside the records, at most: decomposed differences, and moments of inputs in blocks
+    of 4096 columns."""
+    sources = (fingerprint.tensor(s.tensor).shape[1] for s in fingerprint.slots if s.projection not in ("k", "v", "up"))
+    return sum(s.nbytes for s in fingerprint.slots) + sum(4 * width * min(width, 4096) for width in sources)
 
 
 def _tried(steps: int, pool: Pool) -> int:

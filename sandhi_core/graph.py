@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sandhi_core.errors import PoolError
 from sandhi_core.pool import ModelEntry, Pool
 from sandhi_core.records import digest_of
+from sandhi_core.rungs.allotment import LADDER_VERSION
 
 Node = tuple[str, str]
 """(stage, key). Keys: `model`, `pool.group`, `pool.model` or `pool`, by the stage's scope."""
@@ -158,7 +159,8 @@ def own_inputs(
             return {"grouping": pool.grouping.model_dump(mode="json"), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
-            return {"scoring": scoring(pool, entry), "search": search, "residuals": pool.merging.residuals}
+            ladder = [LADDER_VERSION, pool.merging.residuals] if pool.search.strategy == "ladder" else None
+            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder}
         case "cutoffs":
             return {"budgets": budgets}
         case _:

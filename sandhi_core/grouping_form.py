@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sandhi_core.grouping_order import Place
+from sandhi_core.kinship import STRANGERS
 from sandhi_core.pool import GroupingSettings, MergingSettings
 from sandhi_core.records import Contributor, Fingerprint, Group, Recipe, Slot, TensorInfo
 from sandhi_core.ward import Point, standardised, ward_groups
@@ -59,7 +60,11 @@ class Former:
 
     def home(self, slot: Slot) -> tuple[int, str, str]:
         """What `wide` slots must agree in to be of one group: layer, compatibility key, family."""
-        return slot.layer, slot.key, self._families.get(slot.model, "")
+        return slot.layer, slot.key, self.family(slot)
+
+    def family(self, slot: Slot) -> str:
+        """What the slot's model is kin of; one and the same for all where nothing is kept apart."""
+        return self._families.get(slot.model, STRANGERS)
 
     def form(self, slots: Sequence[Slot]) -> Formed:
         """Groups of `slots` among themselves. A set whose bytes are all equal needs no recipe."""

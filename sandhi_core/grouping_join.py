@@ -44,7 +44,7 @@ def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_remov
     key, projection = group.members[0].key, group.recipe.projection
     sources = [(c.model, c.layer, projection) for c in group.recipe.contributors]
     places = {where(m) for m in group.members}.union(sources)
-    alike = {at: now[at] for at in places if at in now and now[at].key == key}
+    alike = _related({at: now[at] for at in places if at in now and now[at].key == key}, former)
     members = tuple(alike[where(m)] for m in group.members if where(m) in alike)
     if len(members) < 2:
         return None
@@ -53,6 +53,14 @@ def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_remov
     if len({m.digest for m in members} | {c.digest for c in recipe.contributors}) == 1:
         return None
     return group.model_copy(update={"recipe": recipe, "members": members})
+
+
+def _related(slots: dict[Where, Slot], former: Former) -> dict[Where, Slot]:
+    """Those of the family that most of them are of (of several the first): a checkpoint may have been replaced by one
+    that was trained from other weights."""
+    counts = Counter(former.family(slot) for slot in slots.values())
+    common = max(sorted(counts), key=counts.__getitem__, default="")
+    return {at: slot for at, slot in slots.items() if former.family(slot) == common}
 
 
 def _joined(groups: Sequence[Group], slots: Sequence[Slot], former: Former) -> list[Group]:

@@ -6,7 +6,6 @@ order is fixed before any look, testing in sequence needs no correction for the 
 Hothorn, Lehmacher 1995; Wiens 2003, Pharmaceutical Statistics 2:211-215).
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 
 from sandhi_core.assignment import Assignment, assignment_at
@@ -24,7 +23,7 @@ from sandhi_core.records import (
     TaskResult,
     Trajectory,
 )
-from sandhi_core.statistics import Paired, least_certifiable, paired_interval
+from sandhi_core.statistics import Paired, is_mean, least_certifiable, paired_interval
 
 
 def walk_holdout(
@@ -114,14 +113,9 @@ def _compare(entry: TaskBudget, original: TaskResult, merged: TaskResult, certif
     change = merged.value - original.value
     interval = paired_interval(original.questions, merged.questions, merged.higher_is_better)
     # The interval is of a mean over questions; it certifies nothing of a metric that is none (a corpus F1).
-    is_mean = _is_mean(original) and _is_mean(merged)
+    means = is_mean(original.value, original.questions) and is_mean(merged.value, merged.questions)
     difference = change if merged.higher_is_better else -change
-    return _task(entry, original, merged, difference, interval, certifiable and is_mean)
-
-
-def _is_mean(result: TaskResult) -> bool:
-    mean = math.fsum(result.questions) / len(result.questions)
-    return math.isclose(result.value, mean, rel_tol=1e-9, abs_tol=EPSILON)
+    return _task(entry, original, merged, difference, interval, certifiable and means)
 
 
 def _task(

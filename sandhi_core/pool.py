@@ -167,7 +167,7 @@ class GroupingSettings(Section):
 class SearchSettings(Section):
     strategy: Literal["walk", "ladder"] = "walk"
     """`walk`: one component after the other, merged, checked and kept or not (SANDHI). `ladder`: whole assignments from
-    safe to bold, the boldest that holds found by bisection; takes a tenth of the evaluations."""
+    safe to bold, the boldest that holds found by bisection: about a dozen evaluations a model."""
     accept: Literal["original", "reference"] = "original"
     stride: Literal["gallop", 1] = "gallop"
     tolerance: Positive | None = None

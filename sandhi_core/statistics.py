@@ -48,6 +48,12 @@ def paired_interval(original: Sequence[float], merged: Sequence[float], higher_i
     return _paired_t(after - before if higher_is_better else before - after, float(np.ptp([before, after])))
 
 
+def is_mean(value: float, questions: Sequence[float]) -> bool:
+    """Whether a task's value is the mean of its questions' values: of anything else these say nothing certain."""
+    mean = math.fsum(questions) / len(questions)
+    return math.isclose(value, mean, rel_tol=1e-9, abs_tol=1e-9)
+
+
 def standard_error(original: Sequence[float], merged: Sequence[float]) -> float:
     """Of the mean paired difference, in the metric's unit; nought of a single question. NaN where a value is."""
     differences = np.asarray(merged, dtype=np.float64) - np.asarray(original, dtype=np.float64)

@@ -63,7 +63,7 @@ class Store:
         digest = tensor_digest(dtype, shape, raw)
         path = self.path(digest, name)
         if not self._intact(path, digest, name):
-            with _writing(path):
+            with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_safetensors(path, [Entry(name, dtype, tuple(shape), raw)], alignment=ALIGNMENT)
         return digest
@@ -116,7 +116,7 @@ class Store:
     def remember_recipe(self, recipe: str, digest: str) -> None:
         """Record that a recipe gave a tensor. Raises StoreError where the root cannot be written."""
         path = self._recipe(recipe)
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, canonical_json({"recipe": recipe, "tensor": digest}))
 
@@ -136,7 +136,8 @@ class Store:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Raises StoreError in place of what the file system raises."""
     try:
         yield
     except OSError as error:

@@ -101,3 +101,22 @@ def test_a_stranger_that_comes_later_joins_nobody() -> None:
     joined = grouped("a", "b", "lone", earlier=grouped("a", "b"))
     assert members(joined) == {("a", "b")}
     assert {(e.model, e.reason) for e in joined.excluded} == {("lone", NO_KIN)}
+
+
+def test_groups_of_an_earlier_build_keep_the_family_that_most_are_of() -> None:
+    """Formed before families were told apart, or a checkpoint replaced by one of another base."""
+    models = ("a", "b", "c", "x", "y")
+    prints = {m: fingerprint(m, 2) for m in models}
+    known = {m: profile(m, 2) for m in models}
+
+    def made(families: dict[str, str], earlier: Groups | None) -> Groups:
+        settings = GroupingSettings(), MergingSettings()
+        return make_groups("p", "p.g", prints, known, *settings, 0.05, earlier, families)
+
+    mixed = made({}, None)
+    assert members(mixed) == {models}
+    parted = made({"a": "a", "b": "a", "c": "a", "x": "x", "y": "x"}, mixed)
+    assert members(parted) == {("a", "b", "c"), ("x", "y")}
+    assert {tuple(c.model for c in g.recipe.contributors) for g in parted.groups} == members(parted)
+    replaced = made({"a": "a", "b": "a", "c": STRANGERS, "x": "x", "y": "x"}, parted)
+    assert members(replaced) == {("a", "b"), ("x", "y")}

@@ -276,6 +276,19 @@ def entry(**budgets: float) -> ModelEntry:
             "search: {strategy: ladder}\ngrouping: {candidates: reference}\n",
             "search.strategy: ladder needs grouping.candidates: wide, not reference",
         ),
+        (
+            "search: {strategy: ladder, tolerance: 0.1}\n",
+            "search.tolerance: 0.1 needs search.strategy: walk, not ladder",
+        ),
+        (
+            "search: {strategy: ladder, accept: reference}\n",
+            "search.accept: reference needs search.strategy: walk, not ladder",
+        ),
+        ("search: {strategy: ladder, stride: 1}\n", "search.stride: 1 needs search.strategy: walk, not ladder"),
+        (
+            "search: {strategy: ladder, early_rejection: true}\n",
+            "search.early_rejection: true needs search.strategy: walk, not ladder",
+        ),
         ("profile: {noise: false}\n", "profile.noise: false needs search.strategy: ladder, not walk"),
     ],
 )

@@ -15,20 +15,10 @@ from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.records import Fingerprint, Slot, Split, digest_of
+from sandhi_core.rungs.allotment import LADDER_VERSION
 from sandhi_core.rungs.grams import BLOCK, Gram, GramSum
 from sandhi_core.rungs.residual import Weighting, weighting
-from sandhi_core.safetensors_file import (
-    Entry,
-    FormatError,
-    dtype_name,
-    map_file,
-    raw_bytes,
-    tensor_over,
-    write_safetensors,
-)
-
-VERSION = 1
-"""Of what is kept: changes whenever the same model and questions would give another moment."""
+from sandhi_core.side_files import keep, kept
 
 SAME_INPUT: Mapping[str, str] = {"k": "q", "v": "q", "up": "gate"}
 """Projections that read what another of their layer reads."""
@@ -41,7 +31,7 @@ class Inputs:
     """Those of one model on its profile split, collected when first asked for."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, evaluator: Evaluator) -> None:
-        self.key = digest_of([VERSION, fingerprint.digest, evaluator.contexts["profile"]])
+        self.key = digest_of([LADDER_VERSION, fingerprint.digest, evaluator.contexts["profile"]])
         self._folder = folder / self.key
         self._slots = fingerprint.slots
         self._evaluator = evaluator
@@ -72,19 +62,16 @@ class Inputs:
 
     def _collect(self) -> None:
         missing = [s for s in self._slots if read_by(s, self._slots) == s.tensor and self._kept(s.tensor) is None]
-        self._folder.mkdir(parents=True, exist_ok=True)
         held = self._evaluator.originals()
         for source, gram in input_grams(held, self._evaluator.suite, "profile", missing):
-            blocks = {f"{number:04d}": block for number, block in enumerate(gram.blocks)}
-            entries = [Entry(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in blocks.items()]
-            write_safetensors(self._folder / f"{source}.safetensors", entries)
+            keep(self._file(source), {f"{number:04d}": block for number, block in enumerate(gram.blocks)})
 
     def _kept(self, source: str) -> Gram | None:
-        try:
-            entries = map_file(self._folder / f"{source}.safetensors")
-        except (OSError, FormatError):
-            return None
-        return Gram(tuple(tensor_over(e.dtype, e.shape, e.raw) for _, e in sorted(entries.items())))
+        blocks = kept(self._file(source))
+        return None if blocks is None else Gram(tuple(block for _, block in sorted(blocks.items())))
+
+    def _file(self, source: str) -> Path:
+        return self._folder / f"{source}.safetensors"
 
 
 def input_grams(

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+LADDER_VERSION = 1
+"""Of everything between a plan and its ladder: changes whenever the same models and questions would give other
+moments, spectra or rungs, or another climb."""
+
 FACTOR_BYTES = 2
 """Of one element of a residual: bfloat16."""
 

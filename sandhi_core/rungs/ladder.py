@@ -14,7 +14,7 @@ from sandhi_core.assignment import Assignment
 from sandhi_core.cutoffs import drops_of, within
 from sandhi_core.records import Evaluation, Plan, Scores, Step, Trajectory
 from sandhi_core.rungs.allotment import PRICES, Ranks
-from sandhi_core.statistics import standard_error
+from sandhi_core.statistics import is_mean, standard_error
 
 MARGINS = (3.0, 2.0, 1.0, 0.0)
 """Standard errors that a drop must stay within tolerance by, one after the other."""
@@ -32,8 +32,8 @@ def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], boo
     """What was scored of so many `rungs`, by number. `holds(scored, margin)`, with margins from large to none.
 
     Where no rung holds that is bolder than one which does not, the last margin ends at the boldest that holds, the
-    others no more than COARSE rungs below; otherwise at one that holds and has a bolder one near it that does not.
-    None is scored twice.
+    others no more than COARSE rungs below; otherwise at one that holds and has a neighbour that does not. None is
+    scored twice.
     """
     scored: dict[int, T] = {}
     low = -1
@@ -100,7 +100,11 @@ def ladder(
 
 
 def _error(baseline: Evaluation, found: Evaluation, task: str) -> float:
-    return standard_error(baseline.tasks[task].questions, found.tasks[task].questions)
+    """Standard error of the change; nought of a metric that is no mean over questions, which gets no margin."""
+    before, after = baseline.tasks[task], found.tasks[task]
+    if not (is_mean(before.value, before.questions) and is_mean(after.value, after.questions)):
+        return 0.0
+    return standard_error(before.questions, after.questions)
 
 
 def _finite(scores: Scores) -> Scores:

@@ -5,31 +5,18 @@ it; a rung of the ladder then only reads as many directions as it takes.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from sandhi_core.assignment import Assignment, factor_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Contributor, Fingerprint, Plan, PlannedMerge, Recipe, digest_of
-from sandhi_core.rungs.allotment import Candidate, Ranks
+from sandhi_core.rungs.allotment import LADDER_VERSION, Candidate, Ranks
 from sandhi_core.rungs.residual import Residual, spectrum
-from sandhi_core.safetensors_file import (
-    Entry,
-    FormatError,
-    dtype_name,
-    map_file,
-    raw_bytes,
-    tensor_over,
-    write_safetensors,
-)
+from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
-
-VERSION = 1
-"""Of what a spectrum holds: changes whenever the same matrices and inputs would give another."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +28,7 @@ class Offer:
     file: Path
 
     def residual(self, rank: int) -> Residual:
-        found = {name: tensor_over(e.dtype, e.shape, e.raw) for name, e in map_file(self.file).items()}
+        found = kept(self.file) or {}
         return Residual(found["up"][:, :rank].contiguous(), found["down"][:rank].contiguous())
 
 
@@ -64,10 +51,12 @@ class Offers:
         self._store = store
         self._shared = shared
 
-    def of(self, plan: Plan, told: Callable[[str], None] = lambda line: None) -> dict[str, Offer]:
-        """By tensor name, in the order of the fingerprint's slots. Raises what making a tensor or collecting the inputs
-        raises."""
-        merges = {merge.tensor: merge for step in plan.steps for merge in step.merges}
+    def of(
+        self, plan: Plan, only: Collection[str] | None = None, told: Callable[[str], None] = lambda line: None
+    ) -> dict[str, Offer]:
+        """By tensor name (of all, or `only` some), in the order of the fingerprint's slots. Raises what making a tensor
+        or collecting the inputs raises."""
+        merges = {m.tensor: m for step in plan.steps for m in step.merges if only is None or m.tensor in only}
         names = [slot.tensor for slot in self._fingerprint.slots if slot.tensor in merges]
         offers, begun, last = {}, time.monotonic(), time.monotonic()
         for done, name in enumerate(names, 1):
@@ -100,32 +89,19 @@ class Offers:
     def _offer(self, merge: PlannedMerge) -> Offer:
         shared = self._shared(merge.recipe)
         own = self._fingerprint.tensor(merge.tensor)
-        key = digest_of([VERSION, own.digest, shared, self._inputs.key, merge.tensor])
+        key = digest_of([LADDER_VERSION, own.digest, shared, self._inputs.key, merge.tensor])
         file = self._folder / f"{key}.safetensors"
-        squares = _squares(file)
-        if squares is None:
-            found = spectrum(
-                self._checkpoint.tensor(merge.tensor), self._store.tensor(shared), self._inputs.weighting(merge.tensor)
-            )
-            kept = found.kept(own.nbytes)
-            write_safetensors(
-                file,
-                [Entry(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in kept.items()],
-            )
-            squares = kept["squares"]
-        return Offer(shared, Candidate(squares.numpy(), own.shape, _spared(merge, self._fingerprint.model)), file)
+        found = kept(file)
+        if found is None:
+            own_matrix, with_it = self._checkpoint.tensor(merge.tensor), self._store.tensor(shared)
+            found = spectrum(own_matrix, with_it, self._inputs.weighting(merge.tensor)).kept(own.nbytes)
+            keep(file, found)
+        squares = found["squares"].numpy()
+        return Offer(shared, Candidate(squares, own.shape, _spared(merge, self._fingerprint.model)), file)
 
 
 TOLD_EVERY = 30.0
 """Seconds between two lines about how far it is."""
-
-
-def _squares(file: Path) -> torch.Tensor | None:
-    try:
-        entry = map_file(file)["squares"]
-    except (OSError, FormatError, KeyError):
-        return None
-    return tensor_over(entry.dtype, entry.shape, entry.raw)
 
 
 def _spared(merge: PlannedMerge, model: str) -> float:

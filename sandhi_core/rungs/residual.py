@@ -88,7 +88,7 @@ def weighting(gram: Gram) -> Weighting:
 @dataclass(frozen=True)
 class Spectrum:
     """The difference of one slot, decomposed. `squares`: falling, what each direction adds to the mean squared error of
-    the outputs, as a part of the mean squared length of the original's outputs (nought where these are)."""
+    the outputs, as a part of the mean squared length of the original's (without limit where these are nought)."""
 
     up: Tensor  # [rows, n], float64
     down: Tensor  # [n, width], float64
@@ -112,7 +112,9 @@ def spectrum(own: Tensor, shared: Tensor, on: Weighting) -> Spectrum:
     up, values, down = torch.linalg.svd(weighted, full_matrices=False)
     down = torch.cat([down[:, s] @ inverse for s, (_, inverse) in zip(spans, on.roots, strict=True)], dim=1)
     whole = on.gram.energy(own)
-    squares = values.square() / whole if whole > 0 else torch.zeros_like(values)
+    squares = values.square()
+    # Outputs of nought take no error at all.
+    squares = squares / whole if whole > 0 else torch.where(squares > 0, torch.inf, 0.0).to(squares)
     # Balanced, so that neither factor is rounded in a range of its own; a vanished direction stays one.
     even = values.sqrt()
     return Spectrum(up * even, even[:, None] * down, squares)

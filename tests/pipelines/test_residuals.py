@@ -98,6 +98,7 @@ def test_lost_residuals_are_made_again_to_the_byte(ladder: Line, tmp_path: Path)
     for digest in lost:
         shutil.rmtree(root / "store" / digest)
     shutil.rmtree(root / "spectra")
+    shutil.rmtree(root / "inputs")
     shutil.rmtree(root / "exports")
     again = built(ladder.pool, root)
     (result,) = again["pools"].values()

@@ -26,6 +26,23 @@ def test_every_margin_ends_at_the_boldest_that_holds(limits: list[int], count: i
     assert len(scored) <= len(MARGINS) * count.bit_length()
 
 
+@given(st.lists(st.floats(0.0, 4.0), max_size=60))
+def test_whatever_holds_nothing_is_scored_twice(room: list[float]) -> None:
+    """`room`: the margin that a rung still holds with, bolder ones not always less."""
+    asked: list[int] = []
+    scored = climb(len(room), lambda at: asked.append(at) or at, lambda at, margin: room[at] >= margin + 0.5)
+    assert len(set(asked)) == len(asked) == len(scored) <= len(MARGINS) + len(room).bit_length() * 2
+    held = [at for at in scored if room[at] >= 0.5]
+    if room and not held:
+        assert 0 in scored
+
+
+def test_a_border_of_150_rungs_takes_at_most_sixteen_scores() -> None:
+    for border in range(150):
+        scored = climb(150, lambda at: at, lambda at, margin, border=border: at < border - 6 * margin)  # type: ignore[misc]
+        assert len(scored) <= 16
+
+
 def test_one_margin_takes_no_more_than_a_bisection() -> None:
     scored = climb(100, lambda at: at, lambda at, margin: at < 70)
     assert max(at for at in scored if at < 70) == 69 and len(scored) <= 7

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandhi_core.rungs.allotment import nbytes
+from sandhi_core.rungs.allotment import PRICES, Candidate, distinct, nbytes
 from sandhi_core.rungs.residual import DTYPE, Residual, Spectrum, attach, spectrum, weighting
 from tests.rungs.test_grams import drawn, gram_of
 
@@ -44,10 +44,14 @@ def test_truncation_leaves_the_error_that_the_spectrum_says_and_no_rank_leaves_l
     assert error <= damped.energy(other) + 1e-9
 
 
-def test_equal_matrices_and_matrices_of_nought_leave_no_error() -> None:
+def test_equal_matrices_leave_no_error_and_a_matrix_of_nought_takes_none() -> None:
     own, on = drawn(7, 6), weighting(gram_of(drawn(40, 6, seed=1)))
     assert not spectrum(own, own.clone(), on).squares.any()
-    assert not spectrum(torch.zeros(7, 6), own, on).squares.any()
+    assert not spectrum(torch.zeros(7, 6), torch.zeros(7, 6), on).squares.any()
+    zero = spectrum(torch.zeros(7, 6), own, on)
+    candidate = Candidate(zero.squares.numpy(), (7, 6), 7 * 6 * 4.0)
+    assert distinct({"w": candidate}, PRICES, residuals=False) == []
+    assert all(ranks == {"w": 6} for _, ranks in distinct({"w": candidate}, PRICES, residuals=True))
 
 
 @pytest.mark.parametrize(("limit", "rank"), [(0, 0), (nbytes((7, 6), 2), 2), (nbytes((7, 6), 3) - 1, 2), (10**6, 6)])
