@@ -43,9 +43,9 @@ STAGES: dict[str, Stage] = {
     "cutoffs": Stage("member", 1, ("plan", "trajectory")),
     "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
     "operating_points": Stage("pool", 2, ("checkpoint", "trajectory", "cutoffs", "holdout")),
-    "merged_weights": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
+    "merged_weights": Stage("pool", 2, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
     "sharing_proof": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
-    "deployment": Stage("pool", 1, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
+    "deployment": Stage("pool", 2, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
 }
 
 

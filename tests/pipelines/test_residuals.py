@@ -60,7 +60,7 @@ def test_residuals_are_exported_counted_and_proved(ladder: Line) -> None:
     factors = [t for name, t in tensors if ".lora_" in name]
     assert factors and all(t.sharing == "private" and t.dtype == "BF16" for t in factors)
     originals = sum(tensor_bytes(f) for m in load_pool(ladder.pool).models for f in Path(m.path).glob("*.safetensors"))
-    distinct = {f.stat().st_ino: tensor_bytes(f) for f in export.glob("*/*.safetensors")}
+    distinct = {f.stat().st_ino: tensor_bytes(f) for f in (*export.glob("*/*.safetensors"), *export.glob("*/*.sandhi"))}
     counted = ladder.result["bytes"]
     assert counted["checkpoints"] == originals
     assert counted["claimed"] == counted["verified_disk"] == originals - sum(distinct.values())
@@ -111,4 +111,4 @@ def test_deployment_names_the_loader(ladder: Line) -> None:
     spec = json.loads(Path(ladder.result["deployment"]).read_text())
     assert spec["engine"] == "transformers"
     for server in spec["servers"]:
-        assert server["port"] is None and server["command"][:3] == ["python", "-m", "sandhi_core.serving.load"]
+        assert server["port"] is None and server["command"][:3] == ["python3", "-m", "sandhi_core.serving.look"]
