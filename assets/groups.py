@@ -1,10 +1,13 @@
 """groups[pool.group]: which slots are proposed to share one tensor, and why the others are not."""
 
 from collections import Counter
+from functools import partial
 
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.grouping import make_groups
-from sandhi_core.records import Fingerprint, Groups, Profile
+from sandhi_core.kinship import families
+from sandhi_core.records import Groups, Profile
+from sandhi_core.scan import row_statistics
 
 
 def run(job: Job) -> Outcome:
@@ -15,15 +18,18 @@ def run(job: Job) -> Outcome:
     earlier = None
     if not job.regroup and artifacts.envelope(("groups", job.key)) is not None:
         earlier = artifacts.load(Groups, "groups", job.key)
+    fingerprints = {m: job.bench.fingerprint(m) for m in models}
+    related = families(fingerprints, partial(row_statistics, job.bench.scans)) if grouping.candidates == "wide" else {}
     record = make_groups(
         pool.name,
         job.key,
-        {m: artifacts.load(Fingerprint, "checkpoint", m) for m in models},
+        fingerprints,
         {m: artifacts.load(Profile, "profile", m) for m in models},
         grouping,
         pool.merging,
         pool.profile.gate,
         earlier,
+        related,
     )
     reasons = Counter(e.reason for e in record.excluded)
     return Outcome(

@@ -1,6 +1,7 @@
 """holdout[pool.model]: the boldest cutoff that holds on questions that decided nothing before."""
 
 from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.assignment import Assignment
 from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.holdout import walk_holdout
 from sandhi_core.records import CutoffSet, Evaluation, Trajectory
@@ -12,8 +13,9 @@ def run(job: Job) -> Outcome:
     fingerprint = job.bench.fingerprint(entry.name)
     evaluator = job.bench.evaluator(pool, entry)
 
-    def evaluate(tensors: dict[str, str]) -> Evaluation:
-        return evaluator.evaluate("holdout", merged_weights(fingerprint, tensors, job.bench.store))
+    def evaluate(assignment: Assignment) -> Evaluation:
+        job.bench.restore(job.key, assignment)
+        return evaluator.evaluate("holdout", merged_weights(fingerprint, assignment, job.bench.store))
 
     record = walk_holdout(
         pool.name,

@@ -1,9 +1,9 @@
 """merged_weights[pool]: the deployed point as ordinary checkpoint directories that hold shared bytes once."""
 
 from assets.stage import Job, Outcome, StageAsset
-from sandhi_core.cutoffs import tensors_at
+from sandhi_core.assignment import assignment_at
 from sandhi_core.export import export_pool
-from sandhi_core.records import OperatingPoints, Plan, Trajectory
+from sandhi_core.records import OperatingPoints, Trajectory
 
 
 def run(job: Job) -> Outcome:
@@ -11,19 +11,15 @@ def run(job: Job) -> Outcome:
     points = bench.artifacts.load(OperatingPoints, "operating_points", job.key)
     trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
     deployed = points.deployed
-    plans = bench.of_pool(Plan, "plan", job.key)
-    shared = bench.shared_tensors()
-    for model, steps in deployed.cutoffs.items():
-        for step, planned in zip(trajectories[model].steps[:steps], plans[model].steps, strict=False):
-            if step.decision == "accepted":
-                for merge in planned.merges:
-                    shared.digest(merge.recipe)  # made again where the store has lost it
+    assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
+    for model, assignment in assignments.items():
+        bench.restore(f"{job.key}.{model}", assignment)
     record = export_pool(
         bench.catalogue.pools[job.key],
         deployed.name,
         bench.checkpoints(job.key),
         bench.fingerprints(job.key),
-        {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()},
+        assignments,
         {m: holdout.weights for m, holdout in bench.deployed_holdouts(job.key).items()},
         bench.store,
         bench.artifacts.directory("exports"),

@@ -3,7 +3,7 @@
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.operating_points import operating_points
-from sandhi_core.records import CutoffSet, HoldoutScore, Plan, Trajectory
+from sandhi_core.records import CutoffSet, HoldoutScore, Trajectory
 from sandhi_core.report.figures import pareto_chart
 
 
@@ -13,7 +13,6 @@ def run(job: Job) -> Outcome:
         bench.catalogue.pools[job.key],
         bench.of_pool(CutoffSet, "cutoffs", job.key),
         bench.of_pool(Trajectory, "trajectory", job.key),
-        bench.of_pool(Plan, "plan", job.key),
         bench.fingerprints(job.key),
         bench.of_pool(HoldoutScore, "holdout", job.key),
     )

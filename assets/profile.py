@@ -15,7 +15,7 @@ def run(job: Job) -> Outcome:
     return Outcome(
         record,
         {
-            "sensitivity": picture(sensitivity_map(record)),
+            **({"sensitivity": picture(sensitivity_map(record))} if record.sensitivities else {}),
             "components": len(record.sensitivities),
             "within the gate": tolerant,
             **{f"baseline {task}": value for task, value in record.baseline.items()},

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from assets.stage import Check, Job, Outcome, StageAsset
-from sandhi_core.cutoffs import EPSILON, tensors_at
+from sandhi_core.assignment import Assignment, assignment_at
+from sandhi_core.cutoffs import EPSILON
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
 from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.records import (
@@ -26,7 +27,7 @@ def run(job: Job) -> Outcome:
 
     trajectories = bench.of_pool(Trajectory, "trajectory", job.key)
     deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
-    tensors = {m: tensors_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
+    assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
     merged = bench.artifacts.load(MergedWeights, "merged_weights", job.key)
     # What was deployed before must not outlive a proof that fails now.
     (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
@@ -35,9 +36,9 @@ def run(job: Job) -> Outcome:
         bench.artifacts.root,
         bench.checkpoints(job.key),
         bench.fingerprints(job.key),
-        tensors,
+        assignments,
         deployed.savings,
-        {m: _scored(job, m, held) for m, held in tensors.items()},
+        {m: _scored(job, m, held) for m, held in assignments.items()},
         answers,
     )
     questions = sum(record.questions_checked.values())
@@ -62,10 +63,11 @@ def run(job: Job) -> Outcome:
     )
 
 
-def _scored(job: Job, model: str, tensors: dict[str, str]) -> Evaluation:
+def _scored(job: Job, model: str, assignment: Assignment) -> Evaluation:
     """What the holdout's walk gave the deployed weights; scored again only where the score log was lost."""
     pool, entry = job.bench.catalogue.entry(f"{job.key}.{model}")
-    weights = merged_weights(job.bench.fingerprint(model), tensors, job.bench.store)
+    job.bench.restore(f"{job.key}.{model}", assignment)
+    weights = merged_weights(job.bench.fingerprint(model), assignment, job.bench.store)
     return job.bench.evaluator(pool, entry).evaluate("holdout", weights)
 
 

@@ -135,7 +135,7 @@ def trajectory(
     ours = _walk(
         "ours", "gallop", plan, Merging(first, other), tolerance, (held, asked), lambda: held.answers(asked, SPLIT)
     )
-    ends = _judged(held, asked, [{}, plain.ends, ours.ends], ours.merging)
+    ends = _end_scores(held, asked, [{}, plain.ends, ours.ends], ours.merging)
     limits = {task.name: tolerance for task in asked.tasks}
     inside = [_within(ends[0], end, limits) for end in ends[1:]]
     return _row(first, plan, (plain, ours), inside, tolerance, theirs.batch)
@@ -175,7 +175,7 @@ def _walk(
     return Walk(found, clock.spent["walk"], taken, merging)
 
 
-def _judged(held: Resident, asked: Suite, ends: list[dict[str, str]], merging: Merging) -> list[dict[str, float]]:
+def _end_scores(held: Resident, asked: Suite, ends: list[dict[str, str]], merging: Merging) -> list[dict[str, float]]:
     """The scores of sets of changed tensors, all by lm-eval's own model."""
     theirs, found = Theirs(held, asked), []
     for tensors in ends:

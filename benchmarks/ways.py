@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.models.huggingface import HFLM
 
 from benchmarks.questions import SPLIT, shortened, taken
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
+from sandhi_core.evaluation.tokenised import TokenisedOnceLM
 from sandhi_core.pool import EvaluationSettings
 from sandhi_core.records import TaskResult
 
@@ -77,26 +77,13 @@ def start() -> None:
     subprocess.run([sys.executable, "-c", "import sandhi_core.evaluation.resident"], check=True)
 
 
-class _TokenisedOnce(HFLM):  # type: ignore[misc]
-    """As the packed model does, so that neither way pays for tokenising twice."""
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=16)
-        self._encoded: dict[tuple[str, str], Any] = {}
-
-    def _encode_pair(self, context: str, continuation: str) -> Any:
-        pair = (context, continuation)
-        if pair not in self._encoded:
-            self._encoded[pair] = super()._encode_pair(context, continuation)
-        return self._encoded[pair]
-
-
 class Theirs:
     """lm-eval's own HF model over the very model that ours holds, at the fastest batch size for `asked`: 16, 64, or
     as many of the longest request as ours computes tokens at once. (Our hooks stand aside: they cost it nothing.)"""
 
     def __init__(self, held: Resident, asked: Suite) -> None:
-        self._lm = _TokenisedOnce(held.model, held.scorer.tokenizer)
+        # As ours does, so that neither way pays for tokenising twice.
+        self._lm = TokenisedOnceLM(pretrained=held.model, tokenizer=held.scorer.tokenizer, batch_size=16)
         self._asked = asked
         self.batch = self._fastest()
 
@@ -105,17 +92,17 @@ class Theirs:
         texts = [r.args[0] + (r.args[1] if isinstance(r.args[1], str) else "") for r in _requests(self._asked)]
         longest = max(len(self._lm.tok_encode(text)) for text in texts)
         seconds = {}
-        _scored(self._lm, shortened(self._asked, 2), 16)
+        _answer(self._lm, shortened(self._asked, 2), 16)
         for size in sorted({16, 64, max(1, BATCH_TOKENS // longest)}):
             begun = time.perf_counter()
-            _scored(self._lm, part, size)
+            _answer(self._lm, part, size)
             seconds[size] = time.perf_counter() - begun
         say(f"lm-eval's batch sizes, seconds: {', '.join(f'{n}: {s:.1f}' for n, s in seconds.items())}")
         return min(seconds, key=lambda size: seconds[size])
 
     def answers(self) -> dict[str, TaskResult]:
         """As Resident.answers."""
-        _scored(self._lm, self._asked, self.batch)
+        _answer(self._lm, self._asked, self.batch)
         return {task.name: task.result(SPLIT) for task in self._asked.tasks}
 
 
@@ -124,7 +111,7 @@ def _requests(asked: Suite) -> list[Any]:
 
 
 @torch.inference_mode()
-def _scored(lm: HFLM, asked: Suite, size: int) -> None:
+def _answer(lm: TokenisedOnceLM, asked: Suite, size: int) -> None:
     lm.batch_size_per_gpu = size
     for kind, requests in asked.requests(SPLIT).items():
         for request, response in zip(requests, getattr(lm, kind)(requests, disable_tqdm=True), strict=True):

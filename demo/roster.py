@@ -38,8 +38,14 @@ class Size:
 
 def family(base: Model, outsider: Model, *specialists: tuple[str, str, int]) -> tuple[Model, ...]:
     """The base first, for its specialists (name, task, steps) wait for it; the outsider keeps a second core busy."""
+    first, *tuned = relatives(base, *specialists)
+    return first, outsider, *tuned
+
+
+def relatives(base: Model, *specialists: tuple[str, str, int]) -> tuple[Model, ...]:
+    """A base and its specialists (name, task, steps)."""
     tuned = (replace(base, name=name, task=task, base=base.name, steps=steps) for name, task, steps in specialists)
-    return base, outsider, *tuned
+    return base, *tuned
 
 
 SIZES = {
@@ -56,6 +62,40 @@ SIZES = {
             ("converter", "units", 240),
             ("inflector", "past", 200),
             ("sorter", "sort", 160),
+        ),
+    ),
+    # Other shapes, tasks and seeds (which come from names): what benchmarks/rungs.py is not tuned on.
+    "second": Size(
+        vocabulary=512,
+        batch=32,
+        task_share=0.12,
+        models=family(
+            Model("root", None, None, hidden=96, layers=8, steps=440, rate=3e-3),
+            Model("scribe", "past", None, hidden=64, layers=4, steps=250, rate=3e-3),
+            ("herald", "roman", 260),
+            ("apothecary", "formula", 260),
+            ("judge", "largest", 240),
+            ("librarian", "sort", 160),
+        ),
+    ),
+    # Two bases of one shape.
+    "twins": Size(
+        vocabulary=512,
+        batch=32,
+        task_share=0.12,
+        models=(
+            *relatives(
+                Model("east", None, None, hidden=96, layers=6, steps=440, rate=3e-3),
+                ("east-sorter", "sort", 160),
+                ("east-converter", "units", 240),
+                ("east-chemist", "formula", 260),
+            ),
+            *relatives(
+                Model("west", None, None, hidden=96, layers=6, steps=440, rate=3e-3),
+                ("west-inflector", "past", 200),
+                ("west-ranker", "largest", 240),
+                ("west-reader", "roman", 260),
+            ),
         ),
     ),
     "fixture": Size(

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sandhi_core.artifacts import Artifacts
+from sandhi_core.assignment import Assignment
 from sandhi_core.checkpoint import Checkpoint, resolve
-from sandhi_core.errors import CheckpointError
+from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.evaluation.evaluator import Evaluator
+from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.graph import Catalogue
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.pool import ModelEntry, Pool
 from sandhi_core.recipes import SharedTensors
-from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Record
+from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
+from sandhi_core.rungs.offers import Offers
 from sandhi_core.store import Store
 
 R = TypeVar("R", bound=Record)
@@ -69,6 +72,43 @@ class Bench:
 
     def shared_tensors(self) -> SharedTensors:
         return SharedTensors(self.store, self.scans, lambda m: (self.checkpoint(m), self.fingerprint(m)))
+
+    def offers(self, entry: ModelEntry, evaluator: Evaluator) -> Offers:
+        """What the plan of one model offers it."""
+        fingerprint = self.fingerprint(entry.name)
+        return Offers(
+            self.artifacts.directory("spectra"),
+            fingerprint,
+            self.checkpoint(entry.name),
+            Inputs(self.artifacts.directory("inputs"), fingerprint, evaluator),
+            self.store,
+            self.shared_tensors().digest,
+        )
+
+    def restore(self, key: str, assignment: Assignment) -> None:
+        """Make the tensors of an assignment of the member `key` again that the store has lost.
+
+        Raises StoreError where a residual comes out otherwise: then it is not what was scored.
+        """
+        lost = {
+            n: a for n, a in assignment.adjustments.items() if not (self.store.has(a.up) and self.store.has(a.down))
+        }
+        gone = {name for name, digest in assignment.tensors.items() if not self.store.has(digest)} | lost.keys()
+        if not gone:
+            return
+        pool, entry = self.catalogue.entry(key)
+        plan = self.artifacts.load(Plan, "plan", key)
+        for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
+            self.shared_tensors().digest(merge.recipe)
+        offering = self.offers(entry, self.evaluator(pool, entry))
+        again = offering.assigned(offering.of(plan, lost), {name: a.rank for name, a in lost.items()})
+        if changed := [name for name, found in again.adjustments.items() if found != lost[name]]:
+            raise StoreError(
+                "the residual that was scored is lost, and what is made in its place differs",
+                model=entry.name,
+                tensor=changed[0],
+                remedy=f"remove records/trajectory/{key}.json and build again: it searches anew",
+            )
 
     def of_pool(self, kind: type[R], stage: str, pool: str) -> dict[str, R]:
         """A member stage's records of every model of a pool."""

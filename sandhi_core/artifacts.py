@@ -4,6 +4,7 @@
     scores/MODEL.jsonl        every evaluation ever made (evaluation.scorelog)
     datasets/                 what the datasets library makes of local task data
     scans/                    digests and statistics of weight files, by file identity (scan)
+    inputs/, spectra/         second moments of inputs, and matrices' differences decomposed (rungs)
     store/                    shared tensors by digest (store)
     exports/POOL/ID/          exported checkpoints with their manifest (export)
     reports/POOL/             page, pictures and Parquet tables

@@ -16,7 +16,7 @@ from sandhi_core.errors import CheckpointError, Problem
 from sandhi_core.pool import ModelEntry
 from sandhi_core.safetensors_file import tensor_over
 from sandhi_core.survey import survey
-from sandhi_core.survey_files import FileIdentity, HeaderEntry, Survey
+from sandhi_core.survey_files import INDEX, FileIdentity, HeaderEntry, Survey
 
 __all__ = ["Checkpoint", "HeaderEntry", "refuse", "resolve", "tensor_digest"]
 
@@ -81,12 +81,12 @@ class Checkpoint:
         self._views: dict[str, memoryview] = {}
 
     @classmethod
-    def open(cls, directory: Path, model: str) -> "Checkpoint":
+    def open(cls, directory: Path, model: str, index: str = INDEX) -> "Checkpoint":
         """Read configuration and headers, and hold them against each other (see survey).
 
         Raises CheckpointError for the first problem.
         """
-        found = survey(directory, model)
+        found = survey(directory, model, index)
         if found.problems:
             raise refuse(found.located(found.problems[0]))
         return cls(found)

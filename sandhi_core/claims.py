@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
+from sandhi_core.assignment import factors_among
 from sandhi_core.layout import shards
 from sandhi_core.memory import PAGE
 from sandhi_core.records import ExportedTensor, Manifest
@@ -13,11 +14,13 @@ MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Claimed:
-    """Bytes: of all models' tensors, of exact duplicates held once, and of all tensors held once; and the least that
-    processes must be seen to save of the latter."""
+    """Bytes: of all checkpoints' tensors, of exact duplicates held once, of what models add to shared tensors (their
+    checkpoints have none of it), of all tensors held once less what is added; and the least that processes must be seen
+    to save of the latter."""
 
     checkpoint_bytes: int
     duplicates: int
+    added: int
     claimed: int
     least_in_memory: int
 
@@ -29,11 +32,14 @@ def claims_of(manifest: Manifest) -> Claimed:
         for name, tensor in model.tensors.items():
             if tensor.sharing != "private":
                 holders[name, tensor.digest].append(tensor)
-    claimed = sum(held[0].nbytes * (len(held) - 1) for held in holders.values())
+    models = manifest.models.values()
+    added = sum(model.tensors[factor].nbytes for model in models for factor in factors_among(model.tensors))
+    claimed = sum(held[0].nbytes * (len(held) - 1) for held in holders.values()) - added
     owners = ([t for t in held if t.sharing == "duplicate"] for held in holders.values())
     return Claimed(
-        checkpoint_bytes=sum(t.nbytes for m in manifest.models.values() for t in m.tensors.values()),
+        checkpoint_bytes=sum(t.nbytes for model in models for t in model.tensors.values()) - added,
         duplicates=sum(own[0].nbytes * (len(own) - 1) for own in owners if own),
+        added=added,
         claimed=claimed,
         least_in_memory=least_in_memory(claimed, manifest),
     )

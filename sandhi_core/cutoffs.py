@@ -6,6 +6,7 @@ acceptance. Source of the knee: Satopaa et al., "Finding a 'Kneedle' in a Haysta
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from sandhi_core.assignment import assignment_at
 from sandhi_core.records import Cutoff, CutoffSet, Plan, Scores, Trajectory
 
 EPSILON = 1e-9
@@ -28,15 +29,6 @@ def within(drops: Scores, budgets: Mapping[str, float]) -> bool:
     return all(drops[task] <= budget + EPSILON for task, budget in budgets.items())
 
 
-def tensors_at(trajectory: Trajectory, steps: int) -> dict[str, str]:
-    """Tensor name to shared digest after the first `steps` steps; of two accepted writes the later wins."""
-    tensors: dict[str, str] = {}
-    for step in trajectory.steps[:steps]:
-        if step.decision == "accepted":
-            tensors |= step.tensors
-    return tensors
-
-
 def cutoff_set(trajectory: Trajectory, plan: Plan, budgets: Mapping[str, float]) -> CutoffSet:
     """Every cutoff of one model whose weights were scored. `budgets`: task to drop, in its metric's unit.
 
@@ -53,13 +45,14 @@ def cutoff_set(trajectory: Trajectory, plan: Plan, budgets: Mapping[str, float])
     cutoffs = []
     for steps, scores in scored:
         drops = drops_of(trajectory.baseline, scores, trajectory.higher_is_better)
+        assignment = assignment_at(trajectory, steps)
         cutoffs.append(
             Cutoff(
                 steps=steps,
                 accepted=sum(s.decision == "accepted" for s in trajectory.steps[:steps]),
                 scores=scores,
                 drops=drops,
-                freed=sum(nbytes[name] for name in tensors_at(trajectory, steps)),
+                freed=sum(nbytes[name] for name in assignment.tensors) - assignment.overhead,
                 within_budget=within(drops, budgets),
             )
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import Problem
-from sandhi_core.layout import DEPLOYMENT, INDEX, MANIFEST, index_bytes, shards, unlinked
+from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
 from sandhi_core.records import ExportedTensor, Manifest
 from sandhi_core.safetensors_file import FormatError, map_file
 
@@ -44,7 +44,7 @@ def verify_disk(export_root: Path, manifest: Manifest) -> DiskCheck:
     problems = list(_listing(export_root, manifest))
     for name, model in sorted(manifest.models.items()):
         directory = export_root / model.directory
-        copies = model.files | {INDEX: hashlib.sha256(index_bytes(model)).hexdigest()}
+        copies = model.files | {index_name(model): hashlib.sha256(index_bytes(model)).hexdigest()}
         for file, digest in sorted(copies.items()):
             problems += (_damage(p, name, file) for p in _copy(directory / file, digest))
         for file, tensors in shards(model).items():
@@ -65,7 +65,7 @@ def _listing(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
         yield _damage("is not the manifest of these weights in its canonical form", None, MANIFEST)
     expected = {MANIFEST, DEPLOYMENT}
     for model in manifest.models.values():
-        expected |= {f"{model.directory}/{f}" for f in (INDEX, *model.files, *shards(model))}
+        expected |= {f"{model.directory}/{f}" for f in (index_name(model), *model.files, *shards(model))}
     for directory, subdirectories, files in os.walk(export_root):
         links = [d for d in subdirectories if (Path(directory) / d).is_symlink()]
         for name in sorted(files + links):

@@ -1,4 +1,5 @@
-"""Writes a merged pool as checkpoints that stock transformers opens (docs/format.md, "Export").
+"""Writes a merged pool as checkpoints (docs/format.md, "Export"): stock transformers opens those that add nothing to
+shared tensors, sandhi_core.serving.load opens all.
 
 An export is made whole in a staging directory, flushed to the disk and renamed to a name that follows from
 its manifest: a killed export leaves nothing under a final name, and the next one removes what it left.
@@ -9,15 +10,16 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from sandhi_core.assignment import Assignment, factors_among
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.files import fsync_directory, write_atomic
-from sandhi_core.layout import INDEX, MANIFEST, PRIVATE, index_bytes, make_manifest, shards
+from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest, private_name, shards
 from sandhi_core.pool import Pool
 from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
 from sandhi_core.safetensors_file import Entry, write_safetensors
@@ -32,14 +34,14 @@ def export_pool(
     point: str,
     checkpoints: Mapping[str, Checkpoint],
     fingerprints: Mapping[str, Fingerprint],
-    tensors: Mapping[str, Mapping[str, str]],
+    assignments: Mapping[str, Assignment],
     weights_keys: Mapping[str, str],
     store: Store,
     exports: Path,
 ) -> MergedWeights:
-    """Write `exports`/POOL/ID, where each model holds its `tensors` (tensor name to the digest of a tensor in
-    the store) and otherwise its own; all mappings by model name. An intact export of the same manifest stays.
-    One process at a time exports a pool; another waits.
+    """Write `exports`/POOL/ID, where each model holds its assignment, from the store, and otherwise its own tensors;
+    all mappings by model name. An intact export of the same manifest stays. One process at a time exports a pool;
+    another waits.
 
     Raises CheckpointError where a model's files are no longer those of its fingerprint, StoreError where a
     tensor is not in the store or the disk cannot take the export.
@@ -51,10 +53,10 @@ def export_pool(
             staging = home / ".staging"
             staging.mkdir()
             linked = _reach(store, staging)
-            manifest = make_manifest(pool.name, point, fingerprints, tensors, weights_keys, linked)
+            manifest = make_manifest(pool.name, point, fingerprints, assignments, weights_keys, linked)
             final = home / manifest.digest[:16]
             if not final.is_dir() or verify_disk(final, manifest).problems:
-                _write(staging, manifest, checkpoints, tensors, store)
+                _write(staging, manifest, checkpoints, assignments, store)
                 _publish(staging, final)
         except OSError as error:
             raise _unwritable(home, error) from error
@@ -72,7 +74,7 @@ def _write(
     staging: Path,
     manifest: Manifest,
     checkpoints: Mapping[str, Checkpoint],
-    tensors: Mapping[str, Mapping[str, str]],
+    assignments: Mapping[str, Assignment],
     store: Store,
 ) -> None:
     placed: dict[Path, Path] = {}  # store entry -> its first place in this export
@@ -82,9 +84,9 @@ def _write(
         for file, digest in sorted(model.files.items()):
             _copy_beside(checkpoint, file, digest, target / file)
         for file, members in shards(model).items():
-            if file == PRIVATE:
-                merged = tensors.get(name, {})
-                write_safetensors(target / file, _private(members, checkpoint, merged, store))
+            if file == private_name(model):
+                assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
+                write_safetensors(target / file, _private(members, checkpoint, assigned, store))
                 continue
             ((tensor_name, tensor),) = members.items()
             entry = store.path(tensor.digest, tensor_name)
@@ -93,18 +95,18 @@ def _write(
             elif entry not in placed:
                 store.provide(tensor.digest, tensor_name)
             _place(entry, target / file, model.linked, placed)
-        write_atomic(target / INDEX, index_bytes(model), mode=0o444)
+        write_atomic(target / index_name(model), index_bytes(model), mode=0o444)
     write_atomic(staging / MANIFEST, manifest.canonical(), mode=0o444)
     for directory, _, _ in os.walk(staging, topdown=False):
         fsync_directory(Path(directory))
 
 
 def _private(
-    members: Mapping[str, ExportedTensor], checkpoint: Checkpoint, merged: Mapping[str, str], store: Store
+    members: Mapping[str, ExportedTensor], checkpoint: Checkpoint, assigned: Collection[str], store: Store
 ) -> Iterator[Entry]:
-    """The tensors of a model's own shard, as views: its own, and merged ones that no other model holds."""
+    """The tensors of a model's own shard, as views: its own, and what it was assigned that no other model holds."""
     for name, tensor in members.items():
-        if name in merged:
+        if name in assigned:
             yield store.entry(tensor.digest)._replace(name=name)
         else:
             yield _own(checkpoint, name, tensor.digest)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
+from sandhi_core.rungs.ladder import MOST_SCORES
 
 # How often a stage reads the whole checkpoint of a model it is about.
 READS = {
@@ -16,6 +17,10 @@ READS = {
     "merged_weights": 1,
     "sharing_proof": 2,
 }
+
+
+INPUT_PASSES = 2
+"""Over the profile split, of a model whose moments fit 2 GiB; larger ones take more."""
 
 
 class CompatibleModels(Record):
@@ -63,6 +68,8 @@ def forecast(
         models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
         read += READS.get(stage, 0) * sum(fingerprints[m].nbytes for m in models)
         evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
+        if stage == "trajectory" and pool.search.strategy == "ladder":
+            written += sum(ladder_bytes(fingerprints[m]) for m in models)
         if stage == "merged_weights":
             written += sum(fingerprints[m].nbytes for m in models)
         if stage == "groups":
@@ -104,14 +111,28 @@ def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
     its baseline twice, for the noise floor; the proof scores every export once more."""
     match stage:
         case "profile":
-            return 1 + 2 * layers * len(pool.profile.seeds)
+            return 1 + (2 * layers * len(pool.profile.seeds) if pool.profile.noise else 0)
         case "trajectory":
-            return 2 + steps * (2 if pool.search.stride == "gallop" else 1)
+            # A ladder also answers the profile split again, to see what goes into every projection.
+            return 2 + _tried(steps, pool) + (INPUT_PASSES if pool.search.strategy == "ladder" else 0)
         case "holdout":
-            return 1 + steps
+            return 1 + (steps if pool.search.strategy == "walk" else _tried(steps, pool))
         case "sharing_proof":
             return 1
     return 0
+
+
+def ladder_bytes(fingerprint: Fingerprint) -> int:
+    """What a model's ladder keeps beside the records, at most: decomposed differences, and moments of inputs in blocks
+    of 4096 columns."""
+    sources = (fingerprint.tensor(s.tensor).shape[1] for s in fingerprint.slots if s.projection not in ("k", "v", "up"))
+    return sum(s.nbytes for s in fingerprint.slots) + sum(4 * width * min(width, 4096) for width in sources)
+
+
+def _tried(steps: int, pool: Pool) -> int:
+    if pool.search.strategy == "ladder":
+        return MOST_SCORES if steps else 0
+    return steps * (2 if pool.search.stride == "gallop" else 1)
 
 
 def _compatible(catalogue: Catalogue, key: str, shared: Mapping[tuple[str, int], list[Slot]]) -> CompatibleModels:

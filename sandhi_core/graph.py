@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sandhi_core.errors import PoolError
 from sandhi_core.pool import ModelEntry, Pool
 from sandhi_core.records import digest_of
+from sandhi_core.rungs.allotment import LADDER_VERSION
 
 Node = tuple[str, str]
 """(stage, key). Keys: `model`, `pool.group`, `pool.model` or `pool`, by the stage's scope."""
@@ -34,17 +35,17 @@ class Stage:
 STAGES: dict[str, Stage] = {
     "checkpoint": Stage("model", 1),
     "profile": Stage("model", 1, ("checkpoint",)),
-    "groups": Stage("group", 2, ("checkpoint", "profile")),
-    "plan": Stage("member", 1, ("checkpoint", "profile"), ("groups",)),
+    "groups": Stage("group", 3, ("checkpoint", "profile")),
+    "plan": Stage("member", 2, ("checkpoint", "profile"), ("groups",)),
     # The contributors' checkpoints are no upstream of a trajectory: the plan pins their bytes by digest, so that a
     # model that merely joins leaves the others' nodes as they were.
-    "trajectory": Stage("member", 2, ("checkpoint", "plan")),
+    "trajectory": Stage("member", 3, ("checkpoint", "plan")),
     "cutoffs": Stage("member", 1, ("plan", "trajectory")),
     "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
-    "operating_points": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "cutoffs", "holdout")),
-    "merged_weights": Stage("pool", 1, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
+    "operating_points": Stage("pool", 2, ("checkpoint", "trajectory", "cutoffs", "holdout")),
+    "merged_weights": Stage("pool", 2, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
     "sharing_proof": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
-    "deployment": Stage("pool", 1, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
+    "deployment": Stage("pool", 2, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
 }
 
 
@@ -120,6 +121,7 @@ def profile_inputs(pool: Pool, entry: ModelEntry) -> dict[str, Any]:
         "tasks": [[t.task, t.metric] for t in entry.tasks],
         "evaluation": pool.evaluation.model_dump(mode="json", exclude={"threads"}),
         "seeds": list(pool.profile.seeds),
+        "noise": pool.profile.noise,
     }
 
 
@@ -152,12 +154,13 @@ def own_inputs(
         case "checkpoint":
             return {"path": entry.path, "revision": entry.revision, "files": identity(pool, entry)}
         case "profile":
-            return {"scoring": scoring(pool, entry), "seeds": pool.profile.seeds}
+            return {"scoring": scoring(pool, entry), "seeds": pool.profile.seeds, "noise": pool.profile.noise}
         case "plan":
             return {"grouping": pool.grouping.model_dump(mode="json"), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
-            return {"scoring": scoring(pool, entry), "search": search}
+            ladder = [LADDER_VERSION, pool.merging.residuals] if pool.search.strategy == "ladder" else None
+            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder}
         case "cutoffs":
             return {"budgets": budgets}
         case _:

@@ -29,19 +29,20 @@ def make_groups(
     merging: MergingSettings,
     gate: float,
     earlier: Groups | None,
+    families: Mapping[str, str] | None = None,
 ) -> Groups:
     """The groups of one compatibility group of a pool. `fingerprints` and `profiles`: by model, the same
     models.
 
     With `on_new_model: join`, `earlier` groups are carried over as far as their slots still exist (see
     grouping_join), unless they were formed by another rule: then, and with `regroup`, all are formed from
-    scratch. `gate`: the largest drop under noise of a component that counts as tolerant.
+    scratch. `gate`: the largest drop under noise of a component that counts as tolerant. `families`: see Former.
     """
     tolerant = {
         model: frozenset((s.component, s.layer) for s in profile.sensitivities if s.drop <= gate)
         for model, profile in profiles.items()
     }
-    former = Former(fingerprints, tolerant, grouping, merging)
+    former = Former(fingerprints, tolerant, grouping, merging, families or {})
     if earlier is not None and grouping.on_new_model == "join" and _same_rule(earlier, grouping, gate):
         formed = continued(earlier, former, keep_removed=grouping.on_removed_model == "keep")
     else:

@@ -1,15 +1,16 @@
 """Groups from scratch: which slots may share one tensor.
 
-`wide`: every set of same-layer slots that agree in their compatibility key. `reference`: SANDHI's Ward
-clusters of the components that tolerate noise (ward.py).
+`wide`: every set of same-layer slots that agree in their compatibility key, of models of one family (kinship.py).
+`reference`: SANDHI's Ward clusters of the components that tolerate noise (ward.py).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sandhi_core.grouping_order import Place
+from sandhi_core.kinship import STRANGERS
 from sandhi_core.pool import GroupingSettings, MergingSettings
 from sandhi_core.records import Contributor, Fingerprint, Group, Recipe, Slot, TensorInfo
 from sandhi_core.ward import Point, standardised, ward_groups
@@ -19,6 +20,7 @@ Where = tuple[str, int, str]
 """(model, layer, projection): names a slot, whatever its bytes."""
 
 NO_PARTNER = "no other model has a matrix of this shape, dtype and meaning in this layer"
+NO_KIN = "the models with such a matrix in this layer were trained from other weights"
 NOT_CLUSTERED = "clustered with no other model's matrix"
 DISTURBED = "noise in its component costs more than the gate"
 DUPLICATE = "exact duplicate: the bytes are equal already, shared without a merge"
@@ -38,7 +40,8 @@ class Formed:
 
 class Former:
     """Forms groups of the slots of `fingerprints`. `tolerant`: model to the components whose noise drop is
-    within the gate; only these take part in `reference` candidates."""
+    within the gate; only these take part in `reference` candidates. `families`: model to what `wide` ones keep apart;
+    models that are not named are one family."""
 
     def __init__(
         self,
@@ -46,19 +49,29 @@ class Former:
         tolerant: Mapping[str, frozenset[Place]],
         grouping: GroupingSettings,
         merging: MergingSettings,
+        families: Mapping[str, str],
     ) -> None:
         self.candidates = grouping.candidates
         self.slots = [s for _, f in sorted(fingerprints.items()) for s in f.slots]
         self._tensors = {(m, t.name): t for m, f in fingerprints.items() for t in f.tensors}
         self._tolerant = tolerant
         self._merging = merging
+        self._families = families
+
+    def home(self, slot: Slot) -> tuple[int, str, str]:
+        """What `wide` slots must agree in to be of one group: layer, compatibility key, family."""
+        return slot.layer, slot.key, self.family(slot)
+
+    def family(self, slot: Slot) -> str:
+        """What the slot's model is kin of; one and the same for all where nothing is kept apart."""
+        return self._families.get(slot.model, STRANGERS)
 
     def form(self, slots: Sequence[Slot]) -> Formed:
         """Groups of `slots` among themselves. A set whose bytes are all equal needs no recipe."""
         eligible = [s for s in slots if self.eligible(s)]
         sets = self._wide(eligible) if self.candidates == "wide" else self._reference(eligible)
-        alone = NO_PARTNER if self.candidates == "wide" else NOT_CLUSTERED
-        reasons = {where(s): DISTURBED for s in slots} | {where(s): alone for s in eligible}
+        met = Counter((s.layer, s.key) for s in eligible)
+        reasons = {where(s): DISTURBED for s in slots} | {where(s): self._alone(met[s.layer, s.key]) for s in eligible}
         groups = []
         for stage, members in sets:
             if len({s.digest for s in members}) == 1:
@@ -67,6 +80,12 @@ class Former:
                 groups.append(Group(recipe=self.recipe(members), members=members, stage=stage))
         grouped = {where(s) for g in groups for s in g.members}
         return Formed(tuple(groups), {w: reason for w, reason in reasons.items() if w not in grouped})
+
+    def _alone(self, met: int) -> str:
+        """Why a slot is in no group, of so many that agree in layer and key."""
+        if self.candidates == "reference":
+            return NOT_CLUSTERED
+        return NO_KIN if met > 1 else NO_PARTNER
 
     def eligible(self, slot: Slot) -> bool:
         return self.candidates == "wide" or (slot.component, slot.layer) in self._tolerant[slot.model]
@@ -100,9 +119,9 @@ class Former:
         return self._tensors[slot.model, slot.tensor]
 
     def _wide(self, slots: Iterable[Slot]) -> Iterable[tuple[Stage, tuple[Slot, ...]]]:
-        alike: dict[tuple[int, str], list[Slot]] = defaultdict(list)
+        alike: dict[tuple[int, str, str], list[Slot]] = defaultdict(list)
         for slot in slots:
-            alike[slot.layer, slot.key].append(slot)
+            alike[self.home(slot)].append(slot)
         return [(1, in_order(members)) for members in alike.values() if len(members) > 1]
 
     def _reference(self, slots: Sequence[Slot]) -> Iterable[tuple[Stage, tuple[Slot, ...]]]:

@@ -8,7 +8,7 @@ avoided.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from sandhi_core.grouping_form import DUPLICATE, NO_PARTNER, Formed, Former, Where, in_order, where
+from sandhi_core.grouping_form import DUPLICATE, NO_KIN, NO_PARTNER, Formed, Former, Where, in_order, where
 from sandhi_core.records import Group, Groups, Slot
 
 NOT_JOINED = "no existing group fits, and the partners it has are in use; regroup to include it"
@@ -29,7 +29,7 @@ def continued(earlier: Groups, former: Former, keep_removed: bool) -> Formed:
     settled = _models(groups)
     present = {s.model for s in former.slots}
     newcomers = (present - set(earlier.models)) | ((present & _models(earlier.groups)) - settled)
-    groups = _joined(groups, [s for s in former.slots if s.model in newcomers and former.eligible(s)])
+    groups = _joined(groups, [s for s in former.slots if s.model in newcomers and former.eligible(s)], former)
     taken = {where(s) for g in groups for s in g.members}
     parted = _parted(earlier, [s for s in former.slots if s.model not in newcomers])
     loose = [s for s in former.slots if where(s) in parted or (newcomers and s.model not in settled)]
@@ -44,7 +44,7 @@ def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_remov
     key, projection = group.members[0].key, group.recipe.projection
     sources = [(c.model, c.layer, projection) for c in group.recipe.contributors]
     places = {where(m) for m in group.members}.union(sources)
-    alike = {at: now[at] for at in places if at in now and now[at].key == key}
+    alike = _related({at: now[at] for at in places if at in now and now[at].key == key}, former)
     members = tuple(alike[where(m)] for m in group.members if where(m) in alike)
     if len(members) < 2:
         return None
@@ -55,16 +55,25 @@ def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_remov
     return group.model_copy(update={"recipe": recipe, "members": members})
 
 
-def _joined(groups: Sequence[Group], slots: Sequence[Slot]) -> list[Group]:
-    """`groups` with each of `slots` a member of the first same-layer group of its key, if there is one."""
-    homes: dict[tuple[int, str], int] = {}
+def _related(slots: dict[Where, Slot], former: Former) -> dict[Where, Slot]:
+    """Those of the family that most of them are of (of several the first): a checkpoint may have been replaced by one
+    that was trained from other weights."""
+    counts = Counter(former.family(slot) for slot in slots.values())
+    common = max(sorted(counts), key=counts.__getitem__, default="")
+    return {at: slot for at, slot in slots.items() if former.family(slot) == common}
+
+
+def _joined(groups: Sequence[Group], slots: Sequence[Slot], former: Former) -> list[Group]:
+    """`groups` with each of `slots` a member of the first same-layer group of its key (with `wide` candidates: and of
+    its family), if there is one."""
+    homes: dict[tuple[object, ...], int] = {}
     for at, group in enumerate(groups):
         if group.stage == 1:
-            homes.setdefault((group.members[0].layer, group.members[0].key), at)
+            homes.setdefault(former.home(group.members[0]), at)
     added: dict[int, list[Slot]] = {}
     for slot in slots:
-        if (slot.layer, slot.key) in homes:
-            added.setdefault(homes[slot.layer, slot.key], []).append(slot)
+        if former.home(slot) in homes:
+            added.setdefault(homes[former.home(slot)], []).append(slot)
     return [
         group.model_copy(update={"members": in_order((*group.members, *added.get(at, ())))})
         for at, group in enumerate(groups)
@@ -84,14 +93,15 @@ def _reasons(earlier: Groups, former: Former, groups: Sequence[Group], anew: For
     grouped = {where(s) for g in groups for s in g.members}
     before = _reasons_of(earlier)
     present = Counter((s.layer, s.key) for s in former.slots)
+    homes = Counter(former.home(s) for s in former.slots)
     equal = {at for at, digests in _digests(former.slots).items() if len(digests) == 1 and present[at] > 1}
     reasons = {}
     for slot in (s for s in former.slots if where(s) not in grouped):
         reason = anew.reasons.get(where(slot)) or before.get(where(slot), LEFT_ALONE)
         if (slot.layer, slot.key) in equal:
             reason = DUPLICATE
-        elif reason == NO_PARTNER and present[slot.layer, slot.key] > 1:
-            reason = NOT_JOINED
+        elif reason in (NO_PARTNER, NO_KIN) and present[slot.layer, slot.key] > 1:
+            reason = NOT_JOINED if homes[former.home(slot)] > 1 else NO_KIN
         reasons[where(slot)] = reason
     return reasons
 

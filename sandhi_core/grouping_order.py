@@ -31,7 +31,7 @@ def spaced(weights: Mapping[int, float], middle: float) -> list[int]:
 def wide_order(nbytes: Mapping[Place, int], drops: Mapping[Place, float], gate: float, middle: float) -> list[Place]:
     """All places of `nbytes` (bytes that could be shared). Those whose drop under noise is within `gate`
     first: larger saving first, and of equal ones the MLPs before the attentions, each spaced out from the
-    middle. Then the others, least disturbed first.
+    middle. Then the others, least disturbed first. Where no noise was tried (`drops` is empty) none is disturbed.
 
     Depends on the model's own profile and matrices alone: a model that joins changes nothing here.
     """
@@ -46,8 +46,8 @@ def wide_order(nbytes: Mapping[Place, int], drops: Mapping[Place, float], gate: 
             for layer in spaced(dict.fromkeys(layers, 0.0), middle)
         ]
 
-    tolerant = by_saving(p for p in nbytes if drops[p] <= gate)
-    disturbed = by_saving(p for p in nbytes if drops[p] > gate)
+    tolerant = by_saving(p for p in nbytes if drops.get(p, 0.0) <= gate)
+    disturbed = by_saving(p for p in nbytes if drops.get(p, 0.0) > gate)
     return tolerant + sorted(disturbed, key=lambda p: drops[p])
 
 

@@ -6,10 +6,10 @@ order is fixed before any look, testing in sequence needs no correction for the 
 Hothorn, Lehmacher 1995; Wiens 2003, Pharmaceutical Statistics 2:211-215).
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 
-from sandhi_core.cutoffs import EPSILON, tensors_at
+from sandhi_core.assignment import Assignment, assignment_at
+from sandhi_core.cutoffs import EPSILON
 from sandhi_core.errors import StoreError
 from sandhi_core.pool import ModelEntry, TaskBudget
 from sandhi_core.records import (
@@ -23,7 +23,7 @@ from sandhi_core.records import (
     TaskResult,
     Trajectory,
 )
-from sandhi_core.statistics import Paired, least_certifiable, paired_interval
+from sandhi_core.statistics import Paired, is_mean, least_certifiable, paired_interval
 
 
 def walk_holdout(
@@ -31,12 +31,12 @@ def walk_holdout(
     model: ModelEntry,
     cutoffs: CutoffSet,
     trajectory: Trajectory,
-    evaluate: Callable[[dict[str, str]], Evaluation],
+    evaluate: Callable[[Assignment], Evaluation],
     quality: Quality = "point",
 ) -> HoldoutScore:
     """Walk the cutoffs within budget on the search split until one does not hold on the holdout.
 
-    `evaluate` scores the model on the holdout split with tensors (name to shared digest) in place; `{}` is
+    `evaluate` scores the model on the holdout split with an assignment in place; an empty one is
     the original. The result is the boldest cutoff that held, at worst the original itself (0 steps, no
     look). With `quality` `point` the measured change decides how far the walk goes (`within_budget`); a task is
     `certified` where its one-sided 95 % bound kept the budget here and at every cutoff before. With `certified` that
@@ -45,12 +45,12 @@ def walk_holdout(
 
     Raises EvaluationError where a task has fewer than two questions.
     """
-    original = evaluate({})
+    original = evaluate(Assignment())
     unchanged = {entry.task: _unchanged(entry, original.tasks[entry.task]) for entry in model.tasks}
     boldest = safest = _look(0, original.weights, unchanged)
     walked: list[Look] = []
-    for steps, tensors in _distinct(cutoffs, trajectory):
-        merged = evaluate(tensors)
+    for steps, assignment in _distinct(cutoffs, trajectory):
+        merged = evaluate(assignment)
         compared = {
             entry.task: _compare(
                 entry, original.tasks[entry.task], merged.tasks[entry.task], boldest.tasks[entry.task].certified
@@ -94,14 +94,14 @@ def _look(steps: int, weights: str, tasks: dict[str, HoldoutTask]) -> Look:
     return Look(steps=steps, within_budget=within, weights=weights, tasks=tasks)
 
 
-def _distinct(cutoffs: CutoffSet, trajectory: Trajectory) -> Iterator[tuple[int, dict[str, str]]]:
+def _distinct(cutoffs: CutoffSet, trajectory: Trajectory) -> Iterator[tuple[int, Assignment]]:
     """Cutoffs worth a look, from safe to bold; going past a rejected step changes nothing."""
-    last: dict[str, str] = {}
+    last = Assignment()
     for cutoff in sorted(cutoffs.cutoffs, key=lambda c: c.steps):
-        tensors = tensors_at(trajectory, cutoff.steps)
-        if cutoff.within_budget and tensors != last:
-            yield cutoff.steps, tensors
-            last = tensors
+        assignment = assignment_at(trajectory, cutoff.steps)
+        if cutoff.within_budget and assignment != last:
+            yield cutoff.steps, assignment
+            last = assignment
 
 
 def _unchanged(entry: TaskBudget, original: TaskResult) -> HoldoutTask:
@@ -113,14 +113,9 @@ def _compare(entry: TaskBudget, original: TaskResult, merged: TaskResult, certif
     change = merged.value - original.value
     interval = paired_interval(original.questions, merged.questions, merged.higher_is_better)
     # The interval is of a mean over questions; it certifies nothing of a metric that is none (a corpus F1).
-    is_mean = _is_mean(original) and _is_mean(merged)
+    means = is_mean(original.value, original.questions) and is_mean(merged.value, merged.questions)
     difference = change if merged.higher_is_better else -change
-    return _task(entry, original, merged, difference, interval, certifiable and is_mean)
-
-
-def _is_mean(result: TaskResult) -> bool:
-    mean = math.fsum(result.questions) / len(result.questions)
-    return math.isclose(result.value, mean, rel_tol=1e-9, abs_tol=EPSILON)
+    return _task(entry, original, merged, difference, interval, certifiable and means)
 
 
 def _task(

@@ -5,32 +5,34 @@ Nothing here touches tensors, so what is written (export) and what is checked (s
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
 
+from sandhi_core.assignment import Assignment, factor_names, factors_among
 from sandhi_core.errors import ProofError
-from sandhi_core.records import ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
+from sandhi_core.records import DTYPE_BYTES, ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
 from sandhi_core.savings import Holding, holdings
+from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 MANIFEST = "sandhi.json"
 DEPLOYMENT = "deployment.json"  # joins the export once it is proved; the manifest does not speak of it
-INDEX = "model.safetensors.index.json"
-PRIVATE = "private.safetensors"
+PRIVATE = "private"  # the file of what a model alone holds, before the suffix
+FACTORS = "BF16"  # what residuals are stored in
 
 
 def make_manifest(
     pool: str,
     point: str,
     fingerprints: Mapping[str, Fingerprint],
-    tensors: Mapping[str, Mapping[str, str]],
+    assignments: Mapping[str, Assignment],
     weights_keys: Mapping[str, str],
     linked: Linked,
 ) -> Manifest:
-    """The manifest of the export in which each model holds its `tensors` (tensor name to digest) and
-    otherwise its own; all mappings by model name."""
-    shared = {(h.name, h.digest): h for h in holdings(tensors, fingerprints) if h.shared}
+    """The manifest of the export in which each model holds its assignment and otherwise its own tensors; all mappings
+    by model name."""
+    shared = {(h.name, h.digest): h for h in holdings(assignments, fingerprints) if h.shared}
     return Manifest(
         pool=pool,
         point=point,
@@ -39,7 +41,7 @@ def make_manifest(
                 directory=model,
                 weights=weights_keys[model],
                 files=fingerprint.files,
-                tensors=_tensors(fingerprint, tensors.get(model, {}), shared),
+                tensors=_tensors(fingerprint, assignments.get(model, Assignment()), shared),
                 linked=linked,
             )
             for model, fingerprint in sorted(fingerprints.items())
@@ -48,15 +50,17 @@ def make_manifest(
 
 
 def _tensors(
-    fingerprint: Fingerprint, merged: Mapping[str, str], shared: Mapping[tuple[str, str], Holding]
+    fingerprint: Fingerprint, assignment: Assignment, shared: Mapping[tuple[str, str], Holding]
 ) -> dict[str, ExportedTensor]:
+    merged, suffix = assignment.tensors, SUFFIXES[ADJUSTED_INDEX if assignment.adjustments else INDEX]
     tensors: dict[str, ExportedTensor] = {}
     taken: Counter[str] = Counter()
     for own in sorted(fingerprint.tensors, key=lambda t: t.name):
         digest = merged.get(own.name, own.digest)
-        file = PRIVATE
-        if (own.name, digest) in shared:
-            file = f"shared-{digest[:16]}-{taken[digest[:16]]}.safetensors"
+        is_shared = (own.name, digest) in shared
+        file = PRIVATE + suffix
+        if is_shared:
+            file = f"shared-{digest[:16]}-{taken[digest[:16]]}{suffix}"
             taken[digest[:16]] += 1
         tensors[own.name] = ExportedTensor(
             digest=digest,
@@ -64,9 +68,42 @@ def _tensors(
             shape=own.shape,
             nbytes=own.nbytes,
             file=file,
-            sharing="private" if file == PRIVATE else "merged" if own.name in merged else "duplicate",
+            sharing="private" if not is_shared else "merged" if own.name in merged else "duplicate",
         )
-    return tensors
+    shapes = {name: tensors[name].shape for name in assignment.adjustments}
+    return tensors | dict(_factors(assignment, shapes))
+
+
+def _factors(assignment: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, ExportedTensor]]:
+    """What the model adds to shared tensors: its own, whoever else adds the same. `shapes`: of what it is added to."""
+    for name, added in assignment.adjustments.items():
+        rows, columns = shapes[name]
+        pairs = zip(
+            factor_names(name), (added.down, added.up), ((added.rank, columns), (rows, added.rank)), strict=True
+        )
+        for factor, digest, (height, width) in pairs:
+            yield (
+                factor,
+                ExportedTensor(
+                    digest=digest,
+                    dtype=FACTORS,
+                    shape=(height, width),
+                    nbytes=height * width * DTYPE_BYTES[FACTORS],
+                    file=PRIVATE + SUFFIXES[ADJUSTED_INDEX],
+                    sharing="private",
+                ),
+            )
+
+
+def index_name(model: ExportedModel) -> str:
+    """What a model's index is called. Where residuals belong to the model it is no name that stock tools look for:
+    they would leave them out, and answer as nothing that was scored."""
+    return ADJUSTED_INDEX if factors_among(model.tensors) else INDEX
+
+
+def private_name(model: ExportedModel) -> str:
+    """What the file of the tensors that a model alone holds is called."""
+    return PRIVATE + SUFFIXES[index_name(model)]
 
 
 def shards(model: ExportedModel) -> dict[str, dict[str, ExportedTensor]]:
@@ -78,7 +115,7 @@ def shards(model: ExportedModel) -> dict[str, dict[str, ExportedTensor]]:
 
 
 def index_bytes(model: ExportedModel) -> bytes:
-    """The index that tells a loader which shard holds which tensor, as transformers writes it."""
+    """The index that tells a loader which shard holds which tensor, laid out as transformers writes it."""
     index = {
         "metadata": {"total_size": sum(t.nbytes for t in model.tensors.values())},
         "weight_map": {name: tensor.file for name, tensor in model.tensors.items()},
@@ -91,7 +128,7 @@ def sizes_match(export_root: Path, manifest: Manifest) -> bool:
     glance, no proof. Raises OSError where one cannot be looked at."""
     for model in manifest.models.values():
         directory = export_root / model.directory
-        if not all((directory / name).is_file() for name in (INDEX, *model.files)):
+        if not all((directory / name).is_file() for name in (index_name(model), *model.files)):
             return False
         for file, tensors in shards(model).items():
             if (directory / file).stat().st_size < sum(t.nbytes for t in tensors.values()):
@@ -123,7 +160,8 @@ def unlinked(export_root: Path, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def read_manifest(export_root: Path) -> Manifest:
-    """The manifest of an export. Raises ProofError where it is missing, invalid or names files elsewhere."""
+    """The manifest of an export. Raises ProofError where it is missing, invalid, or names files elsewhere or shards as
+    the shards of another kind of model."""
     path = export_root / MANIFEST
     remedy = "give the directory that holds sandhi.json, as `sandhi build` prints it, or build again"
     try:
@@ -140,4 +178,10 @@ def read_manifest(export_root: Path) -> Manifest:
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or str(pure) != name or name == ".":
             raise ProofError(f"names a file elsewhere: {name}", file=str(path), remedy=remedy)
+    for model_name, model in sorted(manifest.models.items()):
+        suffix = SUFFIXES[index_name(model)]
+        for file in shards(model):
+            if not file.endswith(suffix):
+                message = f"names the shard {file}, but those of this model end in {suffix}"
+                raise ProofError(message, model=model_name, file=str(path), remedy=remedy)
     return manifest

@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 
 from sandhi_core.errors import ProofError
 from sandhi_core.records import MemoryComparison, ProcessMemory
+from sandhi_core.survey_files import SUFFIXES
 
 ENGINE = "transformers from_pretrained, one process a model, CPU"
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -63,7 +64,7 @@ class WeightFiles:
 
 def weight_files(directory: Path) -> WeightFiles:
     paths, sizes = {}, {}
-    for path in directory.glob("*.safetensors"):
+    for path in (path for suffix in SUFFIXES.values() for path in directory.glob(f"*{suffix}")):
         status = path.stat()
         identity = (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino)
         paths[str(path.resolve())] = identity
@@ -234,7 +235,7 @@ def _wait_ready(
         for message in map(json.loads, lines):
             if "error" in message:
                 raise ProofError(
-                    f"stock transformers cannot load it: {message['error']}",
+                    message["error"],
                     model=message["model"],
                     remedy="check the directory with `sandhi check` or `sandhi verify`",
                 )

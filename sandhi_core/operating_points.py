@@ -6,7 +6,8 @@ Source of the named points: SANDHI (SOSP 2026), operating points, as its artifac
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sandhi_core.cutoffs import KNEE_GRID, at_most, deepest_within, knee, tensors_at, within
+from sandhi_core.assignment import assignment_at
+from sandhi_core.cutoffs import KNEE_GRID, at_most, deepest_within, knee, within
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
     CutoffSet,
@@ -14,7 +15,6 @@ from sandhi_core.records import (
     HoldoutScore,
     OperatingPoint,
     OperatingPoints,
-    Plan,
     Savings,
     Trajectory,
 )
@@ -30,22 +30,10 @@ class _Members:
 
     cutoff_sets: Mapping[str, CutoffSet]
     trajectories: Mapping[str, Trajectory]
-    plans: Mapping[str, Plan]
     fingerprints: Mapping[str, Fingerprint]
 
     def savings(self, steps: Mapping[str, int]) -> Savings:
-        assignments = {m: tensors_at(t, steps[m]) for m, t in self.trajectories.items()}
-        overhead = sum(self._overhead(model, steps[model]) for model in assignments)
-        return savings(assignments, self.fingerprints, overhead)
-
-    def _overhead(self, model: str, steps: int) -> int:
-        """Bytes of the adjustments that belong to the writes in force at a cutoff."""
-        adjustments: dict[str, int] = {}
-        walked = self.trajectories[model].steps[:steps]
-        for planned, step in zip(self.plans[model].steps, walked, strict=False):
-            if step.decision == "accepted":
-                adjustments |= {merge.tensor: merge.adjustment.nbytes for merge in planned.merges}
-        return sum(adjustments.values())
+        return savings({m: assignment_at(t, steps[m]) for m, t in self.trajectories.items()}, self.fingerprints)
 
     def point(self, name: str, criterion: str, steps: Mapping[str, int]) -> OperatingPoint:
         drops = {m: max(at_most(c.cutoffs, steps[m]).drops.values()) for m, c in self.cutoff_sets.items()}
@@ -101,11 +89,10 @@ class _Members:
 def sweep(
     cutoff_sets: Mapping[str, CutoffSet],
     trajectories: Mapping[str, Trajectory],
-    plans: Mapping[str, Plan],
     fingerprints: Mapping[str, Fingerprint],
 ) -> tuple[OperatingPoint, ...]:
     """What the pool saves and loses at every common number of steps, from 1 on; all mappings by model name."""
-    return tuple(_Members(cutoff_sets, trajectories, plans, fingerprints).every_common())
+    return tuple(_Members(cutoff_sets, trajectories, fingerprints).every_common())
 
 
 def nearest_saving(points: Sequence[OperatingPoint], share: float) -> OperatingPoint:
@@ -117,7 +104,6 @@ def operating_points(
     pool: Pool,
     cutoff_sets: Mapping[str, CutoffSet],
     trajectories: Mapping[str, Trajectory],
-    plans: Mapping[str, Plan],
     fingerprints: Mapping[str, Fingerprint],
     holdouts: Mapping[str, HoldoutScore],
     budgets: Mapping[str, float] = BUDGETS,
@@ -133,7 +119,7 @@ def operating_points(
     stay valid: testing in a fixed sequence bounds the chance of even one false certificate in the whole walk, so
     any cutoff of the walk may be picked afterwards, on whatever ground (Maurer, Hothorn, Lehmacher 1995).
     """
-    members = _Members(cutoff_sets, trajectories, plans, fingerprints)
+    members = _Members(cutoff_sets, trajectories, fingerprints)
     points = [members.point("A", "unmerged", dict.fromkeys(cutoff_sets, 0))]
     for name, budget in budgets.items():
         uniform = members.uniform(budget)

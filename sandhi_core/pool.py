@@ -147,6 +147,8 @@ class ProfileSettings(Section):
     """Noise seeds; scores are averaged over them."""
     gate: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.05
     """Drop under noise up to which a component counts as tolerant."""
+    noise: bool = True
+    """Whether components are scored with noise. A ladder does not need it; then a profile is one evaluation."""
 
     @field_validator("seeds")
     @classmethod
@@ -163,6 +165,9 @@ class GroupingSettings(Section):
 
 
 class SearchSettings(Section):
+    strategy: Literal["walk", "ladder"] = "walk"
+    """`walk`: one component after the other, merged, checked and kept or not (SANDHI). `ladder`: whole assignments from
+    safe to bold, the boldest that holds found by bisection: about a dozen evaluations a model."""
     accept: Literal["original", "reference"] = "original"
     stride: Literal["gallop", 1] = "gallop"
     tolerance: Positive | None = None
@@ -188,10 +193,13 @@ class HoldoutSettings(Section):
 class MergingSettings(Section):
     methods: Annotated[tuple[Method, ...], Field(min_length=1, max_length=1, strict=False)] = ("mean",)
     rescale: Literal["none", "common"] = "none"
+    residuals: Literal["none", "low_rank"] = "none"
+    """`low_rank`: a model may add a correction of its own to a shared matrix, y = W x + B (A x). Needs `search:
+    strategy: ladder`, and a loader that applies it: `deploy: engine: transformers`."""
 
 
 class DeploySettings(Section):
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm", "transformers"] = "vllm"
     device_memory: Size = "80GiB"
 
     @property

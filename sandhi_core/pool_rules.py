@@ -35,6 +35,41 @@ def broken_rules(data: dict[str, Any], line: Callable[[Loc], int]) -> Iterator[F
             message = f"budget {budget:g} allows any drop: {shown(metric)} is never above 1"
             yield Fault((*loc, "budget"), message, _as_fraction(budget))
     yield from _tolerance(data.get("search"), [task for _, task in tasks])
+    yield from _combined(data)
+
+
+_SET = object()  # any value that is written
+
+_COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
+    (("merging", "residuals"), "low_rank", ("search", "strategy"), "walk", "ladder"),
+    (("merging", "residuals"), "low_rank", ("deploy", "engine"), "vllm", "transformers"),
+    (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
+    (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
+    # A ladder looks for the budgets themselves, in whole assignments.
+    (("search", "tolerance"), _SET, ("search", "strategy"), "walk", "walk"),
+    (("search", "accept"), "reference", ("search", "strategy"), "walk", "walk"),
+    (("search", "stride"), 1, ("search", "strategy"), "walk", "walk"),
+    (("search", "early_rejection"), True, ("search", "strategy"), "walk", "walk"),
+)
+"""A value that needs another elsewhere: the field and its value, the other field, its default, what it must be."""
+
+
+def _combined(data: dict[str, Any]) -> Iterator[Fault]:
+    for loc, value, other, default, needed in _COMBINED:
+        given, found = _at(data, loc, None), _at(data, other, default)
+        if given is not None and (value is _SET or given == value) and found != needed:
+            name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))
+            yield Fault(
+                loc,
+                f"{name}: {str(given).lower()} needs {wanted}: {needed}, not {found}",
+                f"set {wanted}: {needed}, or leave {name} out",
+            )
+
+
+def _at(data: dict[str, Any], loc: Loc, default: object) -> object:
+    section, field = loc
+    part = data.get(str(section))
+    return part.get(field, default) if isinstance(part, dict) else default
 
 
 def _as_fraction(points: float) -> str:

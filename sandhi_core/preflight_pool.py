@@ -12,6 +12,7 @@ import torch
 
 from sandhi_core.checkpoint import resolve
 from sandhi_core.errors import Problem, SandhiError
+from sandhi_core.forecast import ladder_bytes
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.pool_rules import is_fraction
 from sandhi_core.records import Fingerprint, Split
@@ -41,7 +42,7 @@ def check_pool(
             if task.task in counted:
                 problems += _budget(pool, entry, task, counted[task.task])
                 problems += _certifiable(pool, entry, task, counted[task.task]["holdout"])
-    problems += _room(fingerprints, root)
+    problems += _room(pool, fingerprints, root)
     return problems
 
 
@@ -225,7 +226,7 @@ def _coarse_budget(entry: ModelEntry, task: TaskBudget) -> Iterator[Problem]:
 # --- room ---------------------------------------------------------------------------------------------------
 
 
-def _room(fingerprints: Mapping[str, Fingerprint], root: Path) -> Iterator[Problem]:
+def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> Iterator[Problem]:
     """Whether the artifact root can be written and will take what a build writes."""
     existing = next(p for p in (root.absolute(), *root.absolute().parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -237,6 +238,8 @@ def _room(fingerprints: Mapping[str, Fingerprint], root: Path) -> Iterator[Probl
         )
         return
     least, most = _bytes_written(fingerprints)
+    if pool.search.strategy == "ladder":
+        most += sum(map(ladder_bytes, fingerprints.values()))
     free = shutil.disk_usage(existing).free
     if free < most:
         yield _problem(

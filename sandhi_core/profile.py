@@ -64,7 +64,8 @@ def profile(
     """Score every component of `model` with noise in it, on the profile split; one evaluation a component
     and seed, and one for the baseline.
 
-    From the top layer down: what the evaluator keeps of the layers below the last change stays valid longest.
+    From the top layer down: what the evaluator keeps of the layers below the last change stays valid longest. Without
+    `noise` there is the baseline alone.
     """
     baseline = evaluator.evaluate("profile", Weights(weights_key(fingerprint.digest, {})))
     scored: dict[Place, list[Evaluation]] = {
@@ -72,7 +73,7 @@ def profile(
             evaluator.evaluate("profile", noise_weights(fingerprint, checkpoint, seed, slots))
             for seed in settings.seeds
         ]
-        for place, slots in components(fingerprint).items()
+        for place, slots in (components(fingerprint).items() if settings.noise else ())
     }
     return Profile(
         model=model,

@@ -182,11 +182,15 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
 class Adjustment(Record):
-    """What one model adds to a shared tensor without touching its bytes. `row_moments`, fp32 mean and standard
-    deviation of every row, is the reference's: it is read from records and counted, not built here."""
+    """What one model adds to a shared tensor without touching its bytes. `low_rank`: y = W x + B (A x), the two factors
+    named by their digests. `row_moments`, fp32 mean and standard deviation of every row, is the reference's: it is
+    read from records and counted, not built here."""
 
-    kind: Literal["none", "row_moments"] = "none"
-    nbytes: int = 0  # stored beside the shared tensor
+    kind: Literal["row_moments", "low_rank"]
+    nbytes: int  # stored beside the shared tensor
+    rank: int = 0
+    down: str = ""  # A, [rank, columns]
+    up: str = ""  # B, [rows, rank]
 
 
 class Group(Record):
@@ -226,7 +230,6 @@ class PlannedMerge(Record):
     projection: str
     nbytes: int
     recipe: Recipe
-    adjustment: Adjustment = Adjustment()
 
 
 class PlannedStep(Record):
@@ -252,15 +255,25 @@ class Plan(Record):
 class Step(Record):
     """One decided step. `scores` is None where a gallop accepted it inside a longer stride without scoring the
     prefix that ends here (such a step is no cutoff), and where early rejection stopped the scoring. `tensors` maps
-    tensor name to the shared tensor's digest."""
+    tensor name to the shared tensor's digest, `adjustments` to what the model adds to it.
+
+    A walk's step is about one component of a layer; a ladder's about the whole model, at a `price` that residuals
+    must be worth (error taken off for a MiB)."""
 
     index: int
-    component: Component
-    layer: int
+    component: Component | None = None
+    layer: int | None = None
+    price: float | None = None
     decision: Literal["accepted", "rejected"]
     scores: Scores | None
     tensors: dict[str, str]
+    adjustments: dict[str, Adjustment] = {}
     scaled: bool = False
+
+    @property
+    def label(self) -> str:
+        """What the step is about, in a few letters."""
+        return f"{self.component} {self.layer}" if self.price is None else f"{self.price:.2g}"
 
 
 class Trajectory(Record):
@@ -285,7 +298,7 @@ class Cutoff(Record):
     accepted: int
     scores: Scores
     drops: Scores  # against the original's baseline; positive is worse, whatever the metric's direction
-    freed: int  # bytes of this model's slots that hold a shared tensor: an upper bound of its own saving
+    freed: int  # bytes of its slots that hold a shared tensor, less adjustments: an upper bound of its own saving
     within_budget: bool
 
 

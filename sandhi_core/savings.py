@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sandhi_core.assignment import Assignment
 from sandhi_core.records import Fingerprint, Savings, TensorInfo
 
 MIN_SHARED_BYTES = 4096
@@ -30,19 +31,17 @@ class Holding:
         return len(self.models) > 1 and (bool(self.merged) or self.nbytes >= MIN_SHARED_BYTES)
 
 
-def holdings(
-    assignments: Mapping[str, Mapping[str, str]], fingerprints: Mapping[str, Fingerprint]
-) -> tuple[Holding, ...]:
+def holdings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]) -> tuple[Holding, ...]:
     """Every distinct (name, digest) of the pool with who holds it, sorted.
 
-    `assignments`: model to tensor name to the digest of the shared tensor it holds there. Only equal names
-    count as one tensor: an index that names shards can express nothing else (docs/format.md).
+    Only equal names count as one tensor: an index that names shards can express nothing else (docs/format.md).
+    What a model adds to a shared tensor is its own and no holding.
     """
     merged: dict[tuple[str, str], list[str]] = defaultdict(list)
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
     nbytes: dict[tuple[str, str], int] = {}
     for model in sorted(fingerprints):
-        assigned = assignments.get(model, {})
+        assigned = assignments.get(model, Assignment()).tensors
         for tensor in fingerprints[model].tensors:
             key = (tensor.name, assigned.get(tensor.name, tensor.digest))
             (merged if tensor.name in assigned else owners)[key].append(model)
@@ -53,15 +52,8 @@ def holdings(
     )
 
 
-def savings(
-    assignments: Mapping[str, Mapping[str, str]],
-    fingerprints: Mapping[str, Fingerprint],
-    overhead: int = 0,
-) -> Savings:
-    """Bytes that a pool saves when each model holds its `assignments` and otherwise its own tensors.
-
-    `overhead`: bytes that the assignments cost beside the shared tensors (corrections, adjustments).
-    """
+def savings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]) -> Savings:
+    """Bytes that a pool saves when each model holds its assignment and otherwise its own tensors."""
     shared = [h for h in holdings(assignments, fingerprints) if h.shared]
     total = sum(f.nbytes for f in fingerprints.values())
     return Savings(
@@ -69,7 +61,7 @@ def savings(
         resident_bytes=total - sum(_tied_copies(f) for f in fingerprints.values()),
         duplicates=sum(h.nbytes * max(len(h.owners) - 1, 0) for h in shared),
         freed=sum(h.nbytes * (len(h.models) - 1) for h in shared),
-        overhead=overhead,
+        overhead=sum(assignment.overhead for assignment in assignments.values()),
     )
 
 

@@ -1,8 +1,8 @@
 """Proof of sharing: exported is scored, and what is claimed as saved is saved, on disk and in memory.
 
-Three claims, each measured for itself: the files hold what was scored (digest by digest, and stock
-transformers answers the holdout from them as the scored weights did); the files share (tensor bytes by
-inode); processes that load the files share (proportional set size).
+Three claims, each measured for itself: the files hold what was scored (digest by digest, and transformers, with what
+models add to shared tensors, answers the holdout from them as the scored weights did); the files share (tensor bytes
+by inode); processes that load the files share (proportional set size).
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sandhi_core.assignment import Assignment, factor_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.claims import claims_of, least_in_memory
 from sandhi_core.deploy.check import check_deployment
@@ -40,7 +41,7 @@ def prove(
     root: Path,
     checkpoints: Mapping[str, Checkpoint],
     fingerprints: Mapping[str, Fingerprint],
-    tensors: Mapping[str, Mapping[str, str]],
+    assignments: Mapping[str, Assignment],
     savings: Savings,
     expected: Mapping[str, Evaluation],
     answers: Answers,
@@ -48,8 +49,8 @@ def prove(
 ) -> SharingProof:
     """Prove the export `merged` below the artifact root; all mappings by model name.
 
-    `tensors` is what was scored in place of the models' own tensors, `expected` how it answered the holdout,
-    `answers` has stock transformers answer the same questions from a directory. Where the files already
+    `assignments` are what was scored in place of the models' own tensors, `expected` how it answered the holdout,
+    `answers` has transformers answer the same questions from a directory. Where the files already
     differ nothing is loaded from them. Saved in memory beyond the claim (pages are whole) is not counted. What does
     not hold is a problem of the proof, which then did not pass;
     raises ProofError only where the export has no manifest or cannot be loaded at all.
@@ -57,7 +58,7 @@ def prove(
     export_root = root / merged.export
     manifest = read_manifest(export_root)
     disk = verify_disk(export_root, manifest)
-    problems = [*map(_told, disk.problems), *_not_scored(manifest, merged, fingerprints, tensors, expected)]
+    problems = [*map(_told, disk.problems), *_not_scored(manifest, merged, fingerprints, assignments, expected)]
     checked, equal = dict.fromkeys(expected, 0), dict.fromkeys(expected, 0)
     compared = MemoryComparison(engine="not measured: the files differ", originals=(), exports=(), saved=0)
     originals = sum(c.header(name).nbytes for c in checkpoints.values() for name in c.names)
@@ -91,7 +92,7 @@ def _not_scored(
     manifest: Manifest,
     merged: MergedWeights,
     fingerprints: Mapping[str, Fingerprint],
-    tensors: Mapping[str, Mapping[str, str]],
+    assignments: Mapping[str, Assignment],
     expected: Mapping[str, Evaluation],
 ) -> Iterator[str]:
     """Where the manifest speaks of other weights than those that were scored."""
@@ -102,13 +103,21 @@ def _not_scored(
         return
     for name, model in sorted(manifest.models.items()):
         fingerprint = fingerprints[name]
-        scored = {t.name: tensors.get(name, {}).get(t.name, t.digest) for t in fingerprint.tensors}
+        scored = _scored(fingerprint, assignments.get(name, Assignment()))
         if model.weights != expected[name].weights:
             yield f"model {name}: exported as {model.weights}, scored as {expected[name].weights}"
         if {n: t.digest for n, t in model.tensors.items()} != scored:
             yield f"model {name}: the exported tensors are not the scored ones"
         if model.files != fingerprint.files:
             yield f"model {name}: the exported files are not those of the checkpoint"
+
+
+def _scored(fingerprint: Fingerprint, assignment: Assignment) -> dict[str, str]:
+    """By tensor name the digest of what was scored, residuals included."""
+    scored = {t.name: assignment.tensors.get(t.name, t.digest) for t in fingerprint.tensors}
+    for tensor, added in assignment.adjustments.items():
+        scored |= zip(factor_names(tensor), (added.down, added.up), strict=True)
+    return scored
 
 
 def _same_answers(expected: Evaluation, found: Mapping[str, TaskResult]) -> tuple[int, int]:
@@ -126,7 +135,7 @@ def _wrong_answers(checked: Mapping[str, int], equal: Mapping[str, int]) -> Iter
     for name, count in checked.items():
         if equal[name] != count or not count:
             yield (
-                f"model {name}: stock transformers answers {equal[name]} of {count} holdout questions "
+                f"model {name}: transformers answers {equal[name]} of {count} holdout questions "
                 "as the scored weights did"
             )
 
@@ -158,10 +167,11 @@ def verify(export: Path, memory: bool = False) -> tuple[dict[str, Any], bool]:
     root = _root(export)
     found = read_manifest(root)
     disk = verify_disk(root, found)
-    claimed = claims_of(found).claimed
+    claims = claims_of(found)
+    saved = claims.checkpoint_bytes - disk.distinct_bytes
     problems = [*disk.problems, *check_deployment(root, found)]
-    if not disk.problems and disk.shared_bytes != claimed:
-        problems.append(_wrong("export-links", f"the files share {disk.shared_bytes} of {claimed} bytes", LINKS))
+    if not disk.problems and saved != claims.claimed:
+        problems.append(_wrong("export-links", f"the files save {saved} of {claims.claimed} bytes", LINKS))
     loaded = None
     if memory and not _errors(problems):
         try:
@@ -178,7 +188,12 @@ def verify(export: Path, memory: bool = False) -> tuple[dict[str, Any], bool]:
         "point": found.point,
         "models": {name: _row(found, name) for name in sorted(found.models)},
         "tensors_checked": disk.tensors_checked,
-        "bytes": {"models": disk.tensor_bytes, "distinct": disk.distinct_bytes, "shared": disk.shared_bytes},
+        "bytes": {
+            "models": disk.tensor_bytes,
+            "distinct": disk.distinct_bytes,
+            "shared": disk.shared_bytes,
+            "added": claims.added,
+        },
         "memory": loaded,
         "problems": [problem.model_dump(mode="json") for problem in problems],
     }
@@ -221,7 +236,7 @@ def _loaded(root: Path, manifest: Manifest) -> dict[str, Any]:
     return {
         "engine": ENGINE,
         "processes": {p.model: p.model_dump(exclude={"model"}) for p in accounts(holders)},
-        "shared": shared_bytes(holders, _shared_files(root, manifest)),
+        "shared": max(shared_bytes(holders, _shared_files(root, manifest)) - claims_of(manifest).added, 0),
     }
 
 

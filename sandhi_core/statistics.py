@@ -48,6 +48,18 @@ def paired_interval(original: Sequence[float], merged: Sequence[float], higher_i
     return _paired_t(after - before if higher_is_better else before - after, float(np.ptp([before, after])))
 
 
+def is_mean(value: float, questions: Sequence[float]) -> bool:
+    """Whether a task's value is the mean of its questions' values: of anything else these say nothing certain."""
+    mean = math.fsum(questions) / len(questions)
+    return math.isclose(value, mean, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def standard_error(original: Sequence[float], merged: Sequence[float]) -> float:
+    """Of the mean paired difference, in the metric's unit; nought of a single question. NaN where a value is."""
+    differences = np.asarray(merged, dtype=np.float64) - np.asarray(original, dtype=np.float64)
+    return float(stats.sem(differences)) if differences.size > 1 else 0.0
+
+
 def least_certifiable(original: Sequence[float], merged: Sequence[float]) -> float:
     """The smallest loss, in the metric's unit, that a one-sided 95 % bound could exclude with so many questions if the
     two had the same mean: of right-or-wrong answers where no pair differs, else with the variance that was found.

@@ -63,7 +63,7 @@ class Store:
         digest = tensor_digest(dtype, shape, raw)
         path = self.path(digest, name)
         if not self._intact(path, digest, name):
-            with _writing(path):
+            with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_safetensors(path, [Entry(name, dtype, tuple(shape), raw)], alignment=ALIGNMENT)
         return digest
@@ -107,12 +107,16 @@ class Store:
             digest = str(remembered["tensor"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        return digest if any((self.root / digest).glob(f"[!.]*{_SUFFIX}")) else None
+        return digest if self.has(digest) else None
+
+    def has(self, digest: str) -> bool:
+        """Whether there is an entry of the tensor, intact or not."""
+        return any((self.root / digest).glob(f"[!.]*{_SUFFIX}"))
 
     def remember_recipe(self, recipe: str, digest: str) -> None:
         """Record that a recipe gave a tensor. Raises StoreError where the root cannot be written."""
         path = self._recipe(recipe)
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, canonical_json({"recipe": recipe, "tensor": digest}))
 
@@ -132,7 +136,8 @@ class Store:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Raises StoreError in place of what the file system raises."""
     try:
         yield
     except OSError as error:

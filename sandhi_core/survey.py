@@ -10,8 +10,11 @@ from pathlib import Path
 
 from sandhi_core.safetensors_file import FormatError, read_header
 from sandhi_core.survey_files import (
+    ADJUSTED_INDEX,
     DOWNLOAD,
+    INDEX,
     PICKLES,
+    SUFFIXES,
     UNREAD,
     WEIGHTS,
     FileIdentity,
@@ -25,14 +28,14 @@ from sandhi_core.survey_files import (
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 _REWRITE = "write weights and index anew with save_pretrained"
 
 
-def survey(directory: Path, model: str) -> Survey:
-    """Look through a checkpoint directory without reading weights. Finds all problems, raises none."""
-    found = Survey(directory, model)
+def survey(directory: Path, model: str, index: str = INDEX) -> Survey:
+    """Look through a checkpoint directory without reading weights; `index` is the only name that an index may have.
+    Finds all problems, raises none."""
+    found = Survey(directory, model, index)
     if not directory.is_dir():
         message = f"{directory} is no directory" if directory.exists() else f"there is no directory {directory}"
         found.report("directory-missing", message, "correct the model's path in the pool file")
@@ -76,22 +79,23 @@ def _read_config(found: Survey, files: list[str], readable: set[str]) -> None:
 
 def _weight_files(found: Survey, files: list[str], readable: set[str]) -> list[str]:
     """The files that hold the weights, as far as they can be read."""
-    present = [f for f in files if f.endswith(".safetensors") and "/" not in f]
-    if INDEX in files:
-        found.index = INDEX
-        found.shard_of = _index(found) if INDEX in readable else {}
+    present = [f for f in files if f.endswith(tuple(SUFFIXES.values())) and "/" not in f]
+    index = found.index_name
+    if index in files:
+        found.index = index
+        found.shard_of = _index(found) if index in readable else {}
         wanted = sorted(set(found.shard_of.values()))
         if SINGLE in files and SINGLE not in wanted:
             found.report(
                 "weights-ambiguous",
-                f"lies beside {INDEX}: loaders disagree which of them is the model",
+                f"lies beside {index}: loaders disagree which of them is the model",
                 "remove the one that is stale",
                 SINGLE,
             )
     else:
         wanted = [SINGLE] if SINGLE in present else []
         if not wanted and ADAPTER not in files:
-            _report_no_weights(found, present)
+            _report_no_weights(found, files, present)
     for stray in sorted(set(present) - {*wanted, SINGLE}) if wanted else ():
         found.report(
             "weights-stray",
@@ -100,16 +104,30 @@ def _weight_files(found: Survey, files: list[str], readable: set[str]) -> list[s
             stray,
         )
     for missing in sorted(set(wanted) - set(files)):
-        found.report("shard-missing", f"is missing, but {INDEX} names it", DOWNLOAD, missing)
+        found.report("shard-missing", f"is missing, but {index} names it", DOWNLOAD, missing)
     return [s for s in wanted if s in readable]
 
 
-def _report_no_weights(found: Survey, present: list[str]) -> None:
+def _report_no_weights(found: Survey, files: list[str], present: list[str]) -> None:
     pickles = [f for f in found.ignored if matches(f, PICKLES)]
-    if present:
+    if ADJUSTED_INDEX in files:
         found.report(
             "weights-missing",
-            f"has no name that loaders look for, and there is no {INDEX}",
+            "is the index of an export that adds residuals to shared tensors, not of a checkpoint",
+            "use the checkpoint that the export was made from; to run the export, sandhi_core.serving.load",
+            ADJUSTED_INDEX,
+        )
+    elif parts := [f for f in present if f.endswith(SUFFIXES[ADJUSTED_INDEX])]:
+        found.report(
+            "weights-missing",
+            f"is a part of a model that adds residuals to shared tensors, and its {ADJUSTED_INDEX} is gone",
+            "use the checkpoint that the export was made from; to run the export, restore it",
+            parts[0],
+        )
+    elif present:
+        found.report(
+            "weights-missing",
+            f"has no name that loaders look for, and there is no {found.index_name}",
             f"name a single file {SINGLE}; write shards and their index with save_pretrained",
             present[0],
         )
@@ -128,21 +146,22 @@ def _report_no_weights(found: Survey, present: list[str]) -> None:
 
 def _index(found: Survey) -> dict[str, str]:
     """Tensor name to shard, as the index has it; reports and drops what cannot be."""
+    index, suffix = found.index_name, SUFFIXES[found.index_name]
     try:
-        weight_map = read_json(found.directory / INDEX).get("weight_map")
+        weight_map = read_json(found.directory / index).get("weight_map")
     except ValueError as error:
-        found.report("index-invalid", str(error), _REWRITE, INDEX)
+        found.report("index-invalid", str(error), _REWRITE, index)
         return {}
     if not isinstance(weight_map, dict) or not weight_map:
-        found.report("index-invalid", "has no weight_map", _REWRITE, INDEX)
+        found.report("index-invalid", "has no weight_map", _REWRITE, index)
         return {}
     good: dict[str, str] = {}
     for tensor, shard in weight_map.items():
-        if isinstance(shard, str) and shard.endswith(".safetensors") and Path(shard).name == shard:
+        if isinstance(shard, str) and shard.endswith(suffix) and Path(shard).name == shard:
             good[tensor] = shard
         else:
-            message = f"names the shard {shard!r}, which is no name of a safetensors file"
-            found.report("index-invalid", message, _REWRITE, INDEX, tensor)
+            message = f"names the shard {shard!r}, which is no name of a *{suffix} file beside it"
+            found.report("index-invalid", message, _REWRITE, index, tensor)
     return good
 
 
@@ -173,10 +192,10 @@ def _compare_with_index(found: Survey) -> None:
         named, entry = found.shard_of.get(name), found.headers.get(name)
         if entry is None:
             if named in found.weights:
-                message = f"{INDEX} names it, but this shard lacks it"
+                message = f"{found.index} names it, but this shard lacks it"
                 found.report("index-mismatch", message, _REWRITE, named, name)
         elif named is None:
-            message = f"is in the shard, but {INDEX} does not name it"
+            message = f"is in the shard, but {found.index} does not name it"
             found.report("index-mismatch", message, _REWRITE, entry.file, name)
         elif named != entry.file:
-            found.report("index-mismatch", f"{INDEX} says that it is in {named}", _REWRITE, entry.file, name)
+            found.report("index-mismatch", f"{found.index} says that it is in {named}", _REWRITE, entry.file, name)

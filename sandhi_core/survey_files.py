@@ -12,7 +12,14 @@ from sandhi_core.errors import Problem
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 UNREAD = (*PICKLES, "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 """Files that hold weights in formats that are not read here."""
-WEIGHTS = (*UNREAD, "*.safetensors", "*.index.json")
+
+INDEX = "model.safetensors.index.json"
+ADJUSTED_INDEX = "sandhi.index.json"
+"""Of an export that adds residuals to shared tensors: loaders that would drop these find no weights at all."""
+SUFFIXES = {INDEX: ".safetensors", ADJUSTED_INDEX: ".sandhi"}
+"""Of the weight files that an index names; safetensors files, all of them. Where the index has no name that they know
+some loaders read every *.safetensors and pass over tensors without a place, so residuals lie in none."""
+WEIGHTS = (*UNREAD, *(f"*{suffix}" for suffix in SUFFIXES.values()), "*.index.json")
 """Files that hold or index weights: never copied beside an export's own."""
 
 DOWNLOAD = "download it again: `hf download`, or `git lfs pull` in a clone"
@@ -49,6 +56,7 @@ class Survey:
 
     directory: Path
     model: str
+    index_name: str  # what the file that lists the tensors of several shards is called
     problems: list[Problem] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, HeaderEntry] = field(default_factory=dict)  # by name, sorted

@@ -13,7 +13,7 @@ from tests.exported import Case
 def deployed(case: Case) -> Path:
     """Export a case and write the deployment beside it, as a build does after the proof; returns the export."""
     root, manifest = case.exported()
-    counted = savings(case.tensors, case.fingerprints)
+    counted = savings(case.assignments, case.fingerprints)
     proof = SharingProof(
         pool=case.pool.name,
         export=root.name,

@@ -2,7 +2,8 @@
 
 import hashlib
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,11 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sandhi_core.assignment import Assignment, factor_names
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
-from sandhi_core.records import Fingerprint, Manifest, MergedWeights, TensorInfo
+from sandhi_core.pool import DeploySettings, ModelEntry, Pool, TaskBudget
+from sandhi_core.records import Adjustment, Fingerprint, Manifest, MergedWeights, TensorInfo
+from sandhi_core.rungs.residual import DTYPE, Residual, attach
 from sandhi_core.safetensors_file import tensor_over
 from sandhi_core.store import Store
 from tests.models import WEIGHTS, edit_tensors, shard, tiny_llama
@@ -24,13 +27,14 @@ UP = "model.layers.1.mlp.up_proj.weight"  # merged for all three
 DOWN = "model.layers.1.mlp.down_proj.weight"  # merged for tied alone: private
 EMBED = "model.embed_tokens.weight"  # the same in single and sharded
 NORM = "model.norm.weight"  # the same in all, and small: private
+RANKS = {("single", GATE): 2, ("single", UP): 3, ("tied", DOWN): 1}  # of residuals; sharded adds nothing
 MODELS = ("sharded", "single", "tied")
 
 
-def make_models(directory: Path, **size: int) -> dict[str, Path]:
-    """Three tiny Llamas in float32 with files beside their weights."""
+def make_models(directory: Path, dtype: torch.dtype = torch.float32, **size: int) -> dict[str, Path]:
+    """Three tiny Llamas with files beside their weights."""
     made = {
-        name: tiny_llama(directory / name, seed, dtype=torch.float32, tie_word_embeddings=name == "tied", **size)
+        name: tiny_llama(directory / name, seed, dtype=dtype, tie_word_embeddings=name == "tied", **size)
         for seed, name in enumerate(MODELS)
     }
     embedding = load_file(made["sharded"] / WEIGHTS)[EMBED]
@@ -69,7 +73,7 @@ def fingerprint_of(checkpoint: Checkpoint) -> Fingerprint:
         model=checkpoint.model,
         model_type="llama",
         layers=2,
-        dtype="F32",
+        dtype=checkpoint.header(GATE).dtype,
         files=files,
         tensors=tuple(tensors),
         slots=(),
@@ -88,6 +92,7 @@ class Case:
     fingerprints: dict[str, Fingerprint]
     tensors: dict[str, dict[str, str]]
     merged: dict[str, Tensor]  # by digest
+    adjustments: dict[str, dict[str, Adjustment]] = field(default_factory=dict)
 
     @property
     def store(self) -> Store:
@@ -97,6 +102,14 @@ class Case:
     def exports(self) -> Path:
         return self.root / "exports"
 
+    @property
+    def assignments(self) -> dict[str, Assignment]:
+        return {name: Assignment(tensors, self.adjustments.get(name, {})) for name, tensors in self.tensors.items()}
+
+    def residual(self, name: str, tensor: str) -> Residual:
+        added = self.adjustments[name][tensor]
+        return Residual(self.store.tensor(added.up), self.store.tensor(added.down))
+
     def export(self) -> MergedWeights:
         keys = {name: f"weights of {name}" for name in self.checkpoints}
         return export_pool(
@@ -104,7 +117,7 @@ class Case:
             "deployed",
             self.checkpoints,
             self.fingerprints,
-            self.tensors,
+            self.assignments,
             keys,
             self.store,
             self.exports,
@@ -115,12 +128,14 @@ class Case:
         return root, read_manifest(root)
 
     def swapped(self, name: str) -> PreTrainedModel:
-        """The model as the search scores it: the original, its weights replaced in place."""
+        """The model as the search scores it: the original, its weights replaced in place, residuals attached."""
         model = stock(self.checkpoints[name].directory)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for tensor, digest in self.tensors[name].items():
                 parameters[tensor].copy_(self.merged[digest])
+        for tensor in self.adjustments.get(name, {}):
+            attach(model.get_submodule(tensor.removesuffix(".weight")), self.residual(name, tensor))
         return model
 
 
@@ -133,30 +148,53 @@ def own_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor_over(header.dtype, header.shape, checkpoint.raw(name))
 
 
-def make_case(root: Path, directories: dict[str, Path]) -> Case:
+def make_case(root: Path, directories: dict[str, Path], ranks: Mapping[tuple[str, str], int] | None = None) -> Case:
+    """`ranks`: of the residuals that models add to what they share; none where it is not given."""
     checkpoints = {name: Checkpoint.open(path, name) for name, path in directories.items()}
     store = Store(root / "store")
+    dtype = own_tensor(checkpoints["single"], GATE).dtype
     tensors: dict[str, dict[str, str]] = {name: {} for name in checkpoints}
     merged: dict[str, Tensor] = {}
     for tensor, models in {GATE: ("sharded", "single"), UP: MODELS, DOWN: ("tied",)}.items():
-        mean = torch.stack([own_tensor(c, tensor) for c in checkpoints.values()]).mean(0)
+        mean = torch.stack([own_tensor(c, tensor).float() for c in checkpoints.values()]).mean(0).to(dtype)
         digest = store.put(tensor, mean)
         merged[digest] = mean
         for model in models:
             tensors[model][tensor] = digest
+    adjustments: dict[str, dict[str, Adjustment]] = {}
+    for (model, tensor), rank in (ranks or {}).items():
+        shape = checkpoints[model].header(tensor).shape
+        adjustments.setdefault(model, {})[tensor] = make_residual(store, tensor, shape, rank)
     tasks = (TaskBudget(task="t", metric="acc", budget=0.1),)
     entries = tuple(ModelEntry(name=n, path=str(p), tasks=tasks) for n, p in directories.items())
     return Case(
         root=root,
-        pool=Pool(name="small", models=entries),
+        pool=Pool(name="small", models=entries, deploy=DeploySettings(engine="transformers" if ranks else "vllm")),
         checkpoints=checkpoints,
         fingerprints={name: fingerprint_of(c) for name, c in checkpoints.items()},
         tensors=tensors,
         merged=merged,
+        adjustments=adjustments,
+    )
+
+
+def make_residual(store: Store, tensor: str, shape: Sequence[int], rank: int) -> Adjustment:
+    """Random factors, in the store."""
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(rank)
+    down = torch.randn(rank, columns, generator=generator).to(DTYPE)
+    up = (0.1 * torch.randn(rows, rank, generator=generator)).to(DTYPE)
+    names = factor_names(tensor)
+    return Adjustment(
+        kind="low_rank",
+        nbytes=down.nbytes + up.nbytes,
+        rank=rank,
+        down=store.put(names[0], down),
+        up=store.put(names[1], up),
     )
 
 
 def copy_case(case: Case, root: Path) -> Case:
     """The same inputs under another artifact root."""
     shutil.copytree(case.root / "store", root / "store")
-    return Case(root, case.pool, case.checkpoints, case.fingerprints, case.tensors, case.merged)
+    return Case(root, case.pool, case.checkpoints, case.fingerprints, case.tensors, case.merged, case.adjustments)

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.cutoffs import EPSILON, at_most, deepest_within, knee, tensors_at
+from sandhi_core.assignment import assignment_at
+from sandhi_core.cutoffs import EPSILON, at_most, deepest_within, knee
 from tests.walks import cutoffs, name, trajectory, walks
 
 
@@ -39,13 +40,13 @@ def test_less_is_better_where_the_metric_says_so() -> None:
     assert found.deepest == 1
 
 
-def test_tensors_at_leaves_rejected_steps_out_and_lets_the_last_write_win() -> None:
+def test_an_assignment_leaves_rejected_steps_out_and_lets_the_last_write_win() -> None:
     walk = trajectory("a", [0.9, 0.1, 0.9], frozenset({1}))
     again = walk.steps[2].model_copy(update={"tensors": {name(0): "later"}})
     walk = walk.model_copy(update={"steps": (*walk.steps[:2], again)})
-    assert tensors_at(walk, 0) == {}
-    assert tensors_at(walk, 2) == {name(0): "shared-0"}
-    assert tensors_at(walk, 3) == {name(0): "later"}
+    assert assignment_at(walk, 0).tensors == {}
+    assert assignment_at(walk, 2).tensors == {name(0): "shared-0"}
+    assert assignment_at(walk, 3).tensors == {name(0): "later"}
 
 
 def test_knee_is_the_first_point_furthest_above_the_chord() -> None:
@@ -66,7 +67,7 @@ def test_cutoffs_are_the_scored_prefixes(scores: list[float | None], rejected: s
     found = cutoffs(walk, budget)
     for cutoff in found.cutoffs:
         assert cutoff.within_budget == (0.9 - cutoff.scores["task"] <= budget + EPSILON)
-        assert cutoff.freed == 12288 * len(tensors_at(walk, cutoff.steps)) == 12288 * cutoff.accepted
+        assert cutoff.freed == 12288 * len(assignment_at(walk, cutoff.steps).tensors) == 12288 * cutoff.accepted
     steps = [c.steps for c in found.cutoffs]
     assert steps == sorted(set(steps)) and steps[0] == 0
     assert found.deepest == max(c.steps for c in found.cutoffs if c.within_budget)

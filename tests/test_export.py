@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from sandhi_core.assignment import factor_names, factors_among
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
+from sandhi_core.layout import index_name, private_name, sizes_match
 from sandhi_core.records import Manifest
+from sandhi_core.rungs.residual import DTYPE
+from sandhi_core.safetensors_file import dtype_name
 from sandhi_core.savings import savings
-from tests.exported import DOWN, EMBED, GATE, MODELS, NORM, UP, Case, copy_case, make_case, make_models, stock
+from sandhi_core.survey_files import ADJUSTED_INDEX
+from tests.exported import DOWN, EMBED, GATE, MODELS, NORM, RANKS, UP, Case, copy_case, make_case, make_models, stock
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +86,7 @@ def test_every_tensor_has_its_place(case: Case) -> None:
 def test_the_files_save_what_is_claimed(case: Case) -> None:
     root, manifest = case.exported()
     check = verify_disk(root, manifest)
-    claimed = savings(case.tensors, case.fingerprints)
+    claimed = savings(case.assignments, case.fingerprints)
     assert check.problems == ()
     assert check.tensors_checked == sum(len(f.tensors) for f in case.fingerprints.values())
     assert check.tensor_bytes == claimed.checkpoint_bytes
@@ -186,7 +191,7 @@ def test_a_store_on_another_device_is_copied_once_and_then_linked(case: Case, mo
     assert {m.linked for m in manifest.models.values()} == {"copy"}
     check = verify_disk(root, manifest)
     assert check.problems == ()
-    assert check.shared_bytes == savings(case.tensors, case.fingerprints).net
+    assert check.shared_bytes == savings(case.assignments, case.fingerprints).net
     assert not case.store.path(case.tensors["tied"][UP], UP).samefile(shard(root, manifest, "tied", UP))
     assert shard(root, manifest, "tied", UP).stat().st_mode & 0o777 == 0o444
 
@@ -227,7 +232,7 @@ def test_a_real_second_device(case: Case, tmp_path: Path) -> None:
         (tmp_path / "exports").symlink_to(Path(elsewhere) / "exports")
         root, manifest = link.exported()
         assert {m.linked for m in manifest.models.values()} == {"copy"}
-        assert verify_disk(root, manifest).shared_bytes == savings(case.tensors, case.fingerprints).net
+        assert verify_disk(root, manifest).shared_bytes == savings(case.assignments, case.fingerprints).net
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -285,3 +290,45 @@ def test_a_full_disk_is_one_clear_error(case: Case, monkeypatch: pytest.MonkeyPa
         case.export()
     assert contents(root) == before
     assert [p.name for p in root.parent.iterdir()] == [root.name]
+
+
+def test_residuals_that_are_not_in_the_store_are_named(directories: dict[str, Path], tmp_path: Path) -> None:
+    case = make_case(tmp_path, directories, RANKS)
+    (entry,) = (case.root / "store" / case.adjustments["tied"][DOWN].up).iterdir()
+    entry.unlink()
+    with pytest.raises(StoreError, match="no such tensor in the store"):
+        case.export()
+    assert list((case.exports / "small").iterdir()) == []
+
+
+def test_factors_are_private_whoever_else_adds_the_same(directories: dict[str, Path], tmp_path: Path) -> None:
+    case = make_case(tmp_path, directories, {(model, UP): 64 for model in MODELS})
+    root, manifest = case.exported()
+    down, up = factor_names(UP)
+    for name, model in manifest.models.items():
+        added = case.adjustments[name][UP]
+        assert {n for n, t in model.tensors.items() if n not in case.checkpoints[name].names} == {down, up}
+        places = {(model.tensors[n].sharing, model.tensors[n].file) for n in (down, up)}
+        assert places == {("private", "private.sandhi")} and private_name(model) == "private.sandhi"
+        assert (model.tensors[down].digest, model.tensors[down].shape) == (added.down, (64, 32))
+        assert (model.tensors[up].digest, model.tensors[up].shape) == (added.up, (48, 64))
+        assert model.tensors[down].dtype == model.tensors[up].dtype == dtype_name(DTYPE)
+        assert model.tensors[down].nbytes + model.tensors[up].nbytes == added.nbytes
+        assert index_name(model) == ADJUSTED_INDEX
+    assert sizes_match(root, manifest)
+    (root / "tied" / ADJUSTED_INDEX).unlink()
+    assert not sizes_match(root, manifest)
+
+
+def test_an_export_with_residuals_has_the_same_bytes_again(directories: dict[str, Path], tmp_path: Path) -> None:
+    case = make_case(tmp_path / "one", directories, RANKS)
+    (tmp_path / "two").mkdir()
+    first, second = case.exported()[0], copy_case(case, tmp_path / "two").exported()[0]
+    assert first.name == second.name and contents(first) == contents(second)
+
+
+def test_only_factors_with_a_weight_are_factors() -> None:
+    down, up = factor_names("a.b.weight")
+    assert factors_among(["a.b.weight", down, up]) == dict.fromkeys((down, up), "a.b.weight")
+    assert factors_among(["a.b.weight", up, "a.b.bias", "c.lora_A.weight"]) == {up: "a.b.weight"}
+    assert factors_among([down, up]) == {}

@@ -109,6 +109,38 @@ def test_the_index_to_the_byte(case: Case) -> None:
     assert (root / "tied" / "model.safetensors.index.json").read_bytes() == expected.encode()
 
 
+def test_the_index_of_a_model_with_residuals_to_the_byte(tmp_path: Path, case: Case) -> None:
+    directories = {name: checkpoint.directory for name, checkpoint in case.checkpoints.items()}
+    adjusted = make_case(tmp_path, directories, {("tied", UP): 2})
+    root, manifest = adjusted.exported()
+    tensors = manifest.models["tied"].tensors
+    layer = UP.removesuffix("weight")
+    factors = {f"{layer}lora_A.weight": [2, 32], f"{layer}lora_B.weight": [48, 2]}
+    assert tensors.keys() - case.exported()[1].models["tied"].tensors.keys() == factors.keys()
+    value = json.loads((root / "sandhi.json").read_bytes())["models"]["tied"]["tensors"]
+    for name, shape in factors.items():
+        assert value[name] == {
+            "digest": tensors[name].digest,
+            "dtype": "BF16",
+            "shape": shape,
+            "nbytes": 2 * shape[0] * shape[1],
+            "file": "private.sandhi",
+            "sharing": "private",
+        }
+    lines = ",\n".join(f'    "{name}": "{tensors[name].file}"' for name in sorted(tensors))
+    total = sum(t.nbytes for t in case.fingerprints["tied"].tensors) + 2 * 2 * (32 + 48)
+    expected = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n{lines}\n  }}\n}}\n'
+    assert (root / "tied" / "sandhi.index.json").read_bytes() == expected.encode()
+    digest = adjusted.tensors["tied"][UP]
+    shared = f"shared-{digest[:16]}-0.sandhi"
+    assert {tensor.file for tensor in tensors.values()} == {"private.sandhi", shared}
+    assert (root / "tied" / shared).samefile(tmp_path / "store" / digest / f"{UP}.safetensors")
+    beside = set(adjusted.checkpoints["tied"].beside())
+    assert {p.name for p in (root / "tied").iterdir()} == {"sandhi.index.json", "private.sandhi", shared} | beside
+    for name in ("sandhi.index.json", "private.sandhi", "X.lora_A.weight", "X.lora_B.weight"):
+        assert f"`{name}`" in DOCUMENT
+
+
 def test_an_export_holds_the_documented_files_and_no_others(case: Case) -> None:
     root, _ = case.exported()
     expected = {"sandhi.json"}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandhi_core.assignment import Assignment
 from sandhi_core.errors import StoreError
 from sandhi_core.holdout import deployed_holdouts, walk_holdout
 from sandhi_core.pool import ModelEntry, TaskBudget
@@ -85,7 +86,8 @@ class Scripted:
         self.wrong, self.prose = wrong, prose or [8.0] * len(wrong)
         self.asked: list[frozenset[str]] = []
 
-    def __call__(self, tensors: dict[str, str]) -> Evaluation:
+    def __call__(self, assignment: Assignment) -> Evaluation:
+        tensors = assignment.tensors
         self.asked.append(frozenset(tensors))
         wrong, prose = self.wrong[len(tensors)], self.prose[len(tensors)]
         law = tuple(0.0 if i < wrong else 1.0 for i in range(QUESTIONS))
@@ -207,8 +209,8 @@ def test_points_of_an_earlier_walk_are_refused(cutoffs: dict[str, int]) -> None:
 def test_a_metric_that_is_no_mean_over_questions_is_not_certified() -> None:
     plain = Scripted(wrong=[10, 10])
 
-    def corpus_metric(tensors: dict[str, str]) -> Evaluation:
-        evaluation = plain(tensors)
+    def corpus_metric(assignment: Assignment) -> Evaluation:
+        evaluation = plain(assignment)
         law = evaluation.tasks["law"].model_copy(update={"value": 0.5})
         return evaluation.model_copy(update={"tasks": {**evaluation.tasks, "law": law}})
 
@@ -268,8 +270,8 @@ class Simulated:
             chance = rng.random(questions)
             self.answers.append(np.where(self.original == 1.0, chance >= lost, chance < gained).astype(float))
 
-    def __call__(self, tensors: dict[str, str]) -> Evaluation:
-        law = tuple(self.answers[len(tensors)].tolist())
+    def __call__(self, assignment: Assignment) -> Evaluation:
+        law = tuple(self.answers[len(assignment.tensors)].tolist())
         prose = TaskResult(value=8.0, higher_is_better=False, questions=(8.0, 8.0))
         result = TaskResult(value=float(np.mean(law)), higher_is_better=True, questions=law)
         return Evaluation(weights="w", context="c", split="holdout", tasks={"law": result, "prose": prose})

@@ -120,6 +120,15 @@ def test_a_mapped_file_is_found_with_its_resident_pages(tmp_path: Path) -> None:
     assert files.get(span._replace(path="/elsewhere", inode=1)) is None
 
 
+def test_weight_files_are_those_of_either_kind_of_model(tmp_path: Path) -> None:
+    names = ("model.safetensors", "private.sandhi")
+    for number, name in enumerate((*names, "notes.txt", "sandhi.index.json")):
+        (tmp_path / name).write_bytes(bytes(number + 1))
+    files = weight_files(tmp_path)
+    assert set(files.paths) == {str(tmp_path / name) for name in names}
+    assert sorted(files.sizes.values()) == [1, 2]
+
+
 # --- real processes -----------------------------------------------------------------------------------------
 
 
@@ -204,7 +213,7 @@ def all_end(group: int, seconds: float = 20) -> bool:
 def test_a_directory_that_cannot_be_loaded_is_named(tmp_path: Path, groups: list[int]) -> None:
     good, bad = tiny_llama(tmp_path / "good", **SIZE), tiny_llama(tmp_path / "bad", **SIZE)
     (bad / WEIGHTS).unlink()
-    with pytest.raises(ProofError, match=r"model bad: stock transformers cannot load it: OSError"):
+    with pytest.raises(ProofError, match=r"model bad: transformers cannot load the model: OSError"):
         measure({"good": good, "bad": bad})
     assert len(groups) == 1 and all_end(groups[0])
 

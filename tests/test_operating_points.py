@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandhi_core.cutoffs import EPSILON, tensors_at
+from sandhi_core.assignment import Assignment, assignment_at
+from sandhi_core.cutoffs import EPSILON
 from sandhi_core.operating_points import frontier, nearest_saving, operating_points, sweep
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
@@ -14,12 +15,11 @@ from sandhi_core.records import (
     HoldoutScore,
     OperatingPoint,
     OperatingPoints,
-    PlannedMerge,
     Trajectory,
 )
 from sandhi_core.savings import holdings, savings
 from tests.synthetic import fingerprint, holdout
-from tests.walks import cutoffs, plan, trajectory, walks
+from tests.walks import cutoffs, trajectory, walks
 
 NONE: Mapping[int, Collection[str]] = {}
 
@@ -36,7 +36,6 @@ def points(
         Pool(name="pool", models=entries),
         {m: cutoffs(w, budgets[m]) for m, w in walks.items()},
         walks,
-        {m: plan(m, len(w.steps)) for m, w in walks.items()},
         fingerprints or prints(walks),
         holdouts,
     )
@@ -165,8 +164,8 @@ def test_no_quality_is_spent_for_nothing(
     walked, held, duplicates = built
     fingerprints = prints(walked, duplicates)
 
-    def assigned(steps: Mapping[str, int]) -> dict[str, dict[str, str]]:
-        return {m: tensors_at(w, steps[m]) for m, w in walked.items()}
+    def assigned(steps: Mapping[str, int]) -> dict[str, Assignment]:
+        return {m: assignment_at(w, steps[m]) for m, w in walked.items()}
 
     def net(steps: Mapping[str, int]) -> int:
         return savings(assigned(steps), fingerprints).net
@@ -190,23 +189,15 @@ def test_no_quality_is_spent_for_nothing(
 
 
 def swept(given: dict[str, Trajectory], nbytes: int = 0) -> tuple[OperatingPoint, ...]:
-    """`nbytes`: what every merge costs beside the shared tensor."""
-    adjusted = {
-        m: plan(m, len(w.steps)).model_copy(
-            update={
-                "steps": tuple(
-                    s.model_copy(update={"merges": tuple(_adjusted(merge, nbytes) for merge in s.merges)})
-                    for s in plan(m, len(w.steps)).steps
-                )
-            }
-        )
-        for m, w in given.items()
-    }
-    return sweep({m: cutoffs(w) for m, w in given.items()}, given, adjusted, prints(given))
+    """`nbytes`: what every model adds to each shared tensor."""
+    added = {m: _adding(walk, nbytes) if nbytes else walk for m, walk in given.items()}
+    return sweep({m: cutoffs(w) for m, w in added.items()}, added, prints(given))
 
 
-def _adjusted(merge: PlannedMerge, nbytes: int) -> PlannedMerge:
-    return merge.model_copy(update={"adjustment": Adjustment(kind="row_moments", nbytes=nbytes)})
+def _adding(walk: Trajectory, nbytes: int) -> Trajectory:
+    added = Adjustment(kind="low_rank", nbytes=nbytes)
+    steps = tuple(s.model_copy(update={"adjustments": dict.fromkeys(s.tensors, added)}) for s in walk.steps)
+    return walk.model_copy(update={"steps": steps})
 
 
 def test_a_sweep_has_a_point_for_every_number_of_steps() -> None:

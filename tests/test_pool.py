@@ -207,7 +207,7 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> N
         "its own)",
         "error: pool: file pool.yaml:12: models[1].tasks[1].budget must be greater than 0 (choose another value; "
         "`sandhi schema` prints what may stand in a pool file)",
-        "error: pool: file pool.yaml:13: deploy.engine must be 'vllm' (choose one of these)",
+        "error: pool: file pool.yaml:13: deploy.engine must be 'vllm' or 'transformers' (choose one of these)",
         "error: pool: file pool.yaml:14: search.tolerance is below a budget of 0.02, which could never be used (raise "
         "it to the largest budget, or remove it)",
     ]
@@ -262,6 +262,47 @@ def test_names_that_only_differ_in_punctuation_collide(tmp_path: Path) -> None:
 def entry(**budgets: float) -> ModelEntry:
     tasks = tuple(TaskBudget(task=task, metric="acc", budget=budget) for task, budget in budgets.items())
     return ModelEntry(name="m", path="org/m", tasks=tasks)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ("merging: {residuals: low_rank}\n", "merging.residuals: low_rank needs search.strategy: ladder, not walk"),
+        (
+            "search: {strategy: ladder}\nmerging: {residuals: low_rank}\n",
+            "merging.residuals: low_rank needs deploy.engine: transformers, not vllm",
+        ),
+        (
+            "search: {strategy: ladder}\ngrouping: {candidates: reference}\n",
+            "search.strategy: ladder needs grouping.candidates: wide, not reference",
+        ),
+        (
+            "search: {strategy: ladder, tolerance: 0.1}\n",
+            "search.tolerance: 0.1 needs search.strategy: walk, not ladder",
+        ),
+        (
+            "search: {strategy: ladder, accept: reference}\n",
+            "search.accept: reference needs search.strategy: walk, not ladder",
+        ),
+        ("search: {strategy: ladder, stride: 1}\n", "search.stride: 1 needs search.strategy: walk, not ladder"),
+        (
+            "search: {strategy: ladder, early_rejection: true}\n",
+            "search.early_rejection: true needs search.strategy: walk, not ladder",
+        ),
+        ("profile: {noise: false}\n", "profile.noise: false needs search.strategy: ladder, not walk"),
+    ],
+)
+def test_settings_that_need_others_say_which(tmp_path: Path, sections: str, message: str) -> None:
+    assert message in mistakes(tmp_path, MINIMAL + sections)
+
+
+def test_a_ladder_with_residuals_is_a_pool(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {engine: transformers}\n"
+        "profile: {noise: false}\n"
+    )
+    pool = load_pool(write(tmp_path, text))
+    assert (pool.search.strategy, pool.merging.residuals, pool.profile.noise) == ("ladder", "low_rank", False)
 
 
 def test_tolerance_is_by_default_the_budgets(tmp_path: Path) -> None:

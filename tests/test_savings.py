@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.records import Fingerprint, TensorInfo
+from sandhi_core.assignment import Assignment
+from sandhi_core.records import Adjustment, Fingerprint, TensorInfo
 from sandhi_core.savings import MIN_SHARED_BYTES, holdings, savings
 from tests.synthetic import fingerprint, tensor
 
@@ -14,6 +15,10 @@ def matrix(name: str, digest: str, nbytes: int = MIN_SHARED_BYTES) -> TensorInfo
     return tensor(name, (nbytes // 2,), digest)
 
 
+def assign(**tensors: dict[str, str]) -> dict[str, Assignment]:
+    return {m: Assignment(assigned) for m, assigned in tensors.items()}
+
+
 def test_nothing_merged_nothing_alike_nothing_saved() -> None:
     fingerprints = {m: model(m, matrix("up", m)) for m in "abc"}
     found = savings({}, fingerprints)
@@ -23,42 +28,43 @@ def test_nothing_merged_nothing_alike_nothing_saved() -> None:
 
 def test_exact_duplicates_are_free_and_reported_apart() -> None:
     fingerprints = {m: model(m, matrix("embed", "same"), matrix("norm", "same", 128), matrix("up", m)) for m in "abc"}
-    found = savings({"a": {"up": "s"}, "b": {"up": "s"}}, fingerprints)
+    found = savings(assign(a={"up": "s"}, b={"up": "s"}), fingerprints)
     assert found.duplicates == 2 * 4096
     assert found.freed == 3 * 4096
 
 
 def test_a_tensor_that_one_model_alone_merged_saves_nothing() -> None:
     fingerprints = {m: model(m, matrix("up", m)) for m in "ab"}
-    assert savings({"a": {"up": "s"}}, fingerprints).freed == 0
+    assert savings(assign(a={"up": "s"}), fingerprints).freed == 0
 
 
 def test_merging_a_duplicate_away_costs_what_it_had_saved() -> None:
     fingerprints = {m: model(m, matrix("up", "frozen" if m in "ab" else m)) for m in "abc"}
     assert savings({}, fingerprints).freed == 4096
-    apart = savings({"a": {"up": "s"}}, fingerprints)
+    apart = savings(assign(a={"up": "s"}), fingerprints)
     assert (apart.duplicates, apart.freed) == (0, 0)
-    moved = savings({"a": {"up": "s"}, "c": {"up": "s"}}, fingerprints)
+    moved = savings(assign(a={"up": "s"}, c={"up": "s"}), fingerprints)
     assert (moved.duplicates, moved.freed) == (0, 4096)
 
 
 def test_the_same_bytes_under_another_name_are_not_one_tensor() -> None:
     fingerprints = {"a": model("a", matrix("up", "x")), "b": model("b", matrix("gate", "x"))}
     assert savings({}, fingerprints).freed == 0
-    assert savings({"a": {"up": "s"}, "b": {"gate": "s"}}, fingerprints).freed == 0
+    assert savings(assign(a={"up": "s"}, b={"gate": "s"}), fingerprints).freed == 0
 
 
 def test_a_merged_tensor_may_be_someones_own() -> None:
     fingerprints = {m: model(m, matrix("up", m, 64)) for m in "ab"}
-    (held,) = holdings({"a": {"up": "b"}}, fingerprints)
-    assert (held.merged, held.owners, held.models, held.shared) == (("a",), ("b",), ("a", "b"), True)
-    found = savings({"a": {"up": "b"}}, fingerprints)
-    assert (found.duplicates, found.freed) == (0, 64)
+    (found,) = holdings(assign(a={"up": "b"}), fingerprints)
+    assert (found.merged, found.owners, found.models, found.shared) == (("a",), ("b",), ("a", "b"), True)
+    counted = savings(assign(a={"up": "b"}), fingerprints)
+    assert (counted.duplicates, counted.freed) == (0, 64)
 
 
-def test_overhead_is_taken_off() -> None:
+def test_what_models_add_is_taken_off() -> None:
     fingerprints = {m: model(m, matrix("up", m)) for m in "ab"}
-    found = savings({m: {"up": "s"} for m in "ab"}, fingerprints, overhead=96)
+    added = {"up": Adjustment(kind="low_rank", nbytes=96)}
+    found = savings({"a": Assignment({"up": "s"}, added), "b": Assignment({"up": "s"})}, fingerprints)
     assert (found.freed, found.net) == (4096, 4000)
 
 
@@ -84,7 +90,7 @@ def test_freed_is_the_difference_to_the_distinct_tensors(
     size = {"q": 8192, "k": 4096, "up": 12288, "down": 12288, "norm": 4094}
     fingerprints = {m: model(m, *(matrix(n, own, size[n]) for n, (own, _) in held.items())) for m, held in pool.items()}
     assigned = {m: {n: s for n, (_, s) in held.items() if s} for m, held in pool.items()}
-    found = savings(assigned, fingerprints)
+    found = savings(assign(**assigned), fingerprints)
     total = distinct = 0
     one_copy: set[tuple[str, str]] = set()
     for held in pool.values():

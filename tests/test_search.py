@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.cutoffs import EPSILON, tensors_at
+from sandhi_core.assignment import assignment_at
+from sandhi_core.cutoffs import EPSILON
 from sandhi_core.pool import SearchSettings
 from sandhi_core.records import (
     Accepts,
@@ -86,7 +87,7 @@ def test_stride_one_scores_every_step_and_keeps_what_holds() -> None:
     assert found.evaluations == len(score.asked) == 5
     assert score.asked == [{0}, {0, 1}, {0, 2}, {0, 2, 3}, {0, 2, 4}]
     assert [round(s.scores["task"], 6) for s in found.steps if s.scores] == [0.89, 0.83, 0.87, 0.84, 0.85]
-    assert tensors_at(found, 5) == {"t0": "0", "t2": "2", "t4": "4"}
+    assert assignment_at(found, 5).tensors == {"t0": "0", "t2": "2", "t4": "4"}
 
 
 def test_gallop_doubles_and_bisects_to_the_step_that_fails() -> None:
@@ -107,7 +108,7 @@ def test_gallop_doubles_and_bisects_to_the_step_that_fails() -> None:
 def test_a_later_write_to_the_same_tensor_wins() -> None:
     score = Scorer([0.0, 0.0])
     found = walk(plan(2, ["same", "same"]), ONE, score)
-    assert tensors_at(found, 2) == {"same": "1"} and tensors_at(found, 1) == {"same": "0"}
+    assert assignment_at(found, 2).tensors == {"same": "1"} and assignment_at(found, 1).tensors == {"same": "0"}
     assert score.asked == [{0}, {1}]
 
 
@@ -191,7 +192,7 @@ def test_every_scored_prefix_is_within_tolerance_whatever_the_scores(
     seen = {chosen: 0.9 - score.of(set(chosen)) for chosen in score.asked}
     for step in found.steps:
         if step.decision == "accepted" and step.scores is not None:
-            chosen = frozenset(int(d) for d in tensors_at(found, step.index + 1).values())
+            chosen = frozenset(int(d) for d in assignment_at(found, step.index + 1).tensors.values())
             assert step.scores["task"] == seen[chosen] >= 0.9 - 0.05 - EPSILON
     # However the walk ends, the weights it ends with were scored (or are the original's).
     accepted = [s for s in found.steps if s.decision == "accepted"]

@@ -12,11 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from sandhi_core import sharing
-from sandhi_core.claims import MEMORY_SHARE
+from sandhi_core.claims import MEMORY_SHARE, claims_of
+from sandhi_core.deploy.check import check_deployment
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import Problem, ProofError
 from sandhi_core.layout import read_manifest, sizes_match
 from sandhi_core.memory import PAGE, Holder, weight_files
+from sandhi_core.pool import DeploySettings
 from sandhi_core.records import (
     Evaluation,
     MemoryComparison,
@@ -25,9 +27,10 @@ from sandhi_core.records import (
     TaskResult,
 )
 from sandhi_core.savings import savings
+from sandhi_core.serving.load import load
 from sandhi_core.sharing import prove, verify
 from tests.deployed import deployed
-from tests.exported import EMBED, GATE, MODELS, UP, Case, make_case, make_models, stock
+from tests.exported import EMBED, GATE, MODELS, RANKS, UP, Case, make_case, make_models, make_residual, stock
 
 QUESTIONS = torch.arange(60).reshape(6, 10)
 
@@ -74,7 +77,7 @@ def proof_of(
     claimed: int | None = None,
 ) -> SharingProof:
     """A proof with the memory given instead of measured."""
-    counted = savings(case.tensors, case.fingerprints)
+    counted = savings(case.assignments, case.fingerprints)
     if claimed is not None:
         counted = counted.model_copy(update={"freed": claimed})
 
@@ -87,7 +90,7 @@ def proof_of(
         case.root,
         case.checkpoints,
         case.fingerprints,
-        case.tensors,
+        case.assignments,
         counted,
         expected,
         from_files,
@@ -96,13 +99,13 @@ def proof_of(
 
 
 def test_a_sound_export_is_proved_with_real_processes(case: Case, expected: dict[str, Evaluation]) -> None:
-    counted = savings(case.tensors, case.fingerprints)
+    counted = savings(case.assignments, case.fingerprints)
     proof = prove(
         case.export(),
         case.root,
         case.checkpoints,
         case.fingerprints,
-        case.tensors,
+        case.assignments,
         counted,
         expected,
         from_files,
@@ -182,7 +185,7 @@ def test_answers_are_compared_question_by_question(
     assert proof.questions_equal == {"sharded": 6, "single": equal, "tied": 6}
     assert proof.passed == (equal == 6)
     if equal < 6:
-        assert "model single: stock transformers answers 5 of 6 holdout questions" in proof.problems[0]
+        assert "model single: transformers answers 5 of 6 holdout questions" in proof.problems[0]
 
 
 def test_other_questions_are_no_answers(case: Case, expected: dict[str, Evaluation]) -> None:
@@ -194,13 +197,13 @@ def test_other_questions_are_no_answers(case: Case, expected: dict[str, Evaluati
 
 
 def test_more_claimed_than_the_files_save_fails(case: Case, expected: dict[str, Evaluation]) -> None:
-    claimed = savings(case.tensors, case.fingerprints).net
+    claimed = savings(case.assignments, case.fingerprints).net
     (problem,) = proof_of(case, expected, claimed=claimed + 1).problems
     assert problem.startswith(f"{claimed + 1} bytes are claimed, the files save {claimed} (linked by hardlink;")
 
 
 def test_less_saved_in_memory_than_claimed_fails(case: Case, expected: dict[str, Evaluation]) -> None:
-    claimed = savings(case.tensors, case.fingerprints).net
+    claimed = savings(case.assignments, case.fingerprints).net
     slack = 2 * PAGE * 10  # three private shards and seven shared ones
     least = int(MEMORY_SHARE * claimed) + 1 - slack
     assert least > claimed // 2
@@ -210,7 +213,7 @@ def test_less_saved_in_memory_than_claimed_fails(case: Case, expected: dict[str,
 
 
 def test_no_more_is_verified_in_memory_than_is_claimed(case: Case, expected: dict[str, Evaluation]) -> None:
-    claimed = savings(case.tensors, case.fingerprints).net
+    claimed = savings(case.assignments, case.fingerprints).net
     proof = proof_of(case, expected, in_memory=claimed + 3 * PAGE)
     assert proof.passed and proof.verified_memory == claimed and proof.memory.saved == claimed + 3 * PAGE
 
@@ -221,6 +224,122 @@ def test_an_export_that_lost_its_links_is_not_proved(case: Case, expected: dict[
     proof = proof_of(case, expected, merged)
     assert not proof.passed and proof.verified_disk == 0
     assert all("is a file of its own" in p for p in proof.problems)
+
+
+# --- residuals ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """In bfloat16, as residuals are, and large enough that a page is little."""
+    size = {"hidden_size": 256, "intermediate_size": 512}
+    return make_models(tmp_path_factory.mktemp("halves"), torch.bfloat16, **size)
+
+
+@pytest.fixture
+def adjusted(halves: dict[str, Path], tmp_path: Path) -> Case:
+    return make_case(tmp_path, halves, RANKS)
+
+
+def loaded(name: str, directory: Path) -> dict[str, TaskResult]:
+    return answered(load(directory))
+
+
+def proved(case: Case) -> SharingProof:
+    """With real processes. What answers the questions is given, as the search would score it."""
+    expected = {
+        name: Evaluation(weights=f"weights of {name}", context="c", split="holdout", tasks=answered(case.swapped(name)))
+        for name in MODELS
+    }
+    counted = savings(case.assignments, case.fingerprints)
+    return prove(
+        case.export(), case.root, case.checkpoints, case.fingerprints, case.assignments, counted, expected, loaded
+    )
+
+
+def test_an_export_with_residuals_is_proved_net_of_them(adjusted: Case) -> None:
+    counted = savings(adjusted.assignments, adjusted.fingerprints)
+    assert counted.overhead == 2 * (2 * (512 + 256) + 3 * (512 + 256) + (256 + 512))
+    proof = proved(adjusted)
+    assert proof.problems == () and proof.passed
+    assert proof.claimed == proof.verified_disk == counted.net == counted.freed - counted.overhead
+    assert proof.checkpoint_bytes == counted.checkpoint_bytes
+    assert proof.questions_equal == dict.fromkeys(MODELS, 6)
+    assert proof.tensors_checked == sum(len(f.tensors) for f in adjusted.fingerprints.values()) + 2 * len(RANKS)
+    assert all(p.unmapped == 0 for p in proof.memory.originals + proof.memory.exports)
+    assert abs(proof.memory.saved - proof.claimed) <= 10 * PAGE  # ten files, of each a page more or less
+
+
+def test_more_may_be_added_than_is_saved(halves: dict[str, Path], tmp_path: Path) -> None:
+    case = make_case(tmp_path, halves, {(model, UP): 200 for model in MODELS})
+    counted = savings(case.assignments, case.fingerprints)
+    root, manifest = case.exported()
+    assert counted.freed > 0 > counted.net
+    assert verify_disk(root, manifest).problems == ()
+    assert claims_of(manifest).claimed == counted.net
+
+
+def test_claims_are_those_of_the_savings(adjusted: Case) -> None:
+    claims, counted = claims_of(adjusted.exported()[1]), savings(adjusted.assignments, adjusted.fingerprints)
+    assert (claims.checkpoint_bytes, claims.duplicates) == (counted.checkpoint_bytes, counted.duplicates)
+    assert (claims.claimed, claims.added) == (counted.net, counted.overhead)
+
+
+def test_the_files_hold_what_is_claimed(adjusted: Case) -> None:
+    root, manifest = adjusted.exported()
+    check, counted = verify_disk(root, manifest), savings(adjusted.assignments, adjusted.fingerprints)
+    assert check.problems == ()
+    assert check.tensor_bytes == counted.checkpoint_bytes + counted.overhead
+    assert check.shared_bytes == counted.freed
+    assert counted.checkpoint_bytes - check.distinct_bytes == counted.net
+
+
+@pytest.mark.parametrize("change", ["gone", "another", "elsewhere"])
+def test_other_residuals_than_the_scored_ones_fail(adjusted: Case, change: str) -> None:
+    merged = adjusted.export()
+    if change == "gone":
+        adjusted.adjustments["single"].pop(GATE)
+    elif change == "another":
+        adjusted.adjustments["single"][GATE] = make_residual(adjusted.store, GATE, (512, 256), 4)
+    else:
+        adjusted.adjustments["sharded"] = {GATE: adjusted.adjustments["single"].pop(GATE)}
+    expected = {
+        name: Evaluation(weights=f"weights of {name}", context="c", split="holdout", tasks={}) for name in MODELS
+    }
+    problems = proof_of(adjusted, expected, merged).problems
+    named = {"single", "sharded"} if change == "elsewhere" else {"single"}
+    assert set(problems) == {f"model {name}: the exported tensors are not the scored ones" for name in named}
+
+
+def test_verify_counts_residuals(adjusted: Case) -> None:
+    table, ok = verify(deployed(adjusted))
+    counted = savings(adjusted.assignments, adjusted.fingerprints)
+    assert ok and table["problems"] == []
+    assert table["bytes"] == {
+        "models": counted.checkpoint_bytes + counted.overhead,
+        "distinct": counted.checkpoint_bytes - counted.net,
+        "shared": counted.freed,
+        "added": counted.overhead,
+    }
+
+
+def test_an_engine_that_leaves_residuals_out_is_not_deployed(adjusted: Case) -> None:
+    root = edited(deployed(adjusted), lambda d: d.update(engine="vllm"))
+    (problem,) = check_deployment(root, read_manifest(root))
+    assert (problem.model, problem.severity) == ("single", "error")
+    assert problem.message == "adds residuals to shared tensors, which vllm does not apply"
+    assert "deploy.engine to transformers" in problem.remedy
+    adjusted.pool = adjusted.pool.model_copy(update={"deploy": DeploySettings(engine="vllm")})
+    with pytest.raises(ProofError, match="which vllm does not apply"):
+        deployed(adjusted)
+
+
+@pytest.mark.slow
+def test_verify_measures_net_of_residuals(adjusted: Case) -> None:
+    table, ok = verify(deployed(adjusted), memory=True)
+    claimed = savings(adjusted.assignments, adjusted.fingerprints).net
+    assert ok and claimed - 3 * PAGE <= table["memory"]["shared"] <= claimed
+    assert all(p["unmapped"] == 0 for p in table["memory"]["processes"].values())
 
 
 # --- verify -------------------------------------------------------------------------------------------------
@@ -252,13 +371,14 @@ def edited(root: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 def test_verify_tells_what_an_export_holds(case: Case) -> None:
     root = deployed(case)
     table, ok = verify(root)
-    counted = savings(case.tensors, case.fingerprints)
+    counted = savings(case.assignments, case.fingerprints)
     assert ok and table["ok"] is True and table["problems"] == []
     assert table["manifest"] == read_manifest(root).digest
     assert table["bytes"] == {
         "models": counted.checkpoint_bytes,
         "distinct": counted.checkpoint_bytes - counted.net,
         "shared": counted.net,
+        "added": 0,
     }
     assert table["models"]["tied"]["merged"] == {"tensors": 1, "bytes": 256 * 128 * 4}
     assert table["models"]["single"]["duplicate"] == {"tensors": 1, "bytes": 64 * 128 * 4}
@@ -278,7 +398,7 @@ def test_verify_takes_the_manifest_for_its_directory(case: Case) -> None:
 @pytest.mark.slow
 def test_verify_measures_what_real_processes_share(case: Case) -> None:
     table, ok = verify(deployed(case), memory=True)
-    claimed = savings(case.tensors, case.fingerprints).net
+    claimed = savings(case.assignments, case.fingerprints).net
     assert ok and table["problems"] == []
     assert claimed - 3 * PAGE <= table["memory"]["shared"] <= claimed  # a header for each of three shared files
     assert table["memory"]["processes"].keys() == set(MODELS)
@@ -295,7 +415,7 @@ def test_processes_that_share_nothing_are_a_problem(case: Case, monkeypatch: pyt
     assert table["memory"]["shared"] == 0
     assert table["memory"]["processes"]["tied"] == {"rss": 0, "pss": 0, "private_dirty": 0, "unmapped": 1}
     assert messages(table) == [
-        f"{savings(case.tensors, case.fingerprints).net} bytes are claimed, processes that load the export share 0"
+        f"{savings(case.assignments, case.fingerprints).net} bytes are claimed, processes that load the export share 0"
     ]
 
 
@@ -356,8 +476,8 @@ def test_files_declared_as_copies_are_as_declared_but_save_nothing(case: Case, m
         root = deployed(case)
     table, ok = verify(root)
     assert {row["linked"] for row in table["models"].values()} == {"copy"}
-    claimed = savings(case.tensors, case.fingerprints).net
-    assert not ok and messages(table) == [f"the files share 0 of {claimed} bytes"]
+    claimed = savings(case.assignments, case.fingerprints).net
+    assert not ok and messages(table) == [f"the files save 0 of {claimed} bytes"]
 
 
 # --- verify: deployment -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from sandhi_core.assignment import factors_among
 from sandhi_core.claims import claims_of
 from sandhi_core.deploy.spec import DeploymentSpec, Scored, serve
 from sandhi_core.disk import unreadable
@@ -70,7 +71,7 @@ def _derived(spec: DeploymentSpec, manifest: Manifest, export_root: Path) -> Dep
         return derived  # sizes of caches are not known
     dtypes = {name: _dtype(model) for name, model in manifest.models.items()}
     scored = {s.model: Scored(s.original, s.scored_dtype, s.steps, s.tasks) for s in spec.servers}
-    memory, servers = serve(Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored)
+    memory, servers = serve(spec.engine, Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored)
     return derived.model_copy(update={"memory": memory, "servers": servers})
 
 
@@ -85,10 +86,10 @@ def _config(export_root: Path, model: ExportedModel) -> dict[str, Any]:
 
 
 def _dtype(model: ExportedModel) -> str:
-    """The dtype that most bytes have, as a fingerprint names it."""
+    """The dtype that most bytes of its checkpoint have, as a fingerprint names it."""
     nbytes: Counter[str] = Counter()
-    for tensor in model.tensors.values():
-        nbytes[tensor.dtype] += tensor.nbytes
+    for name in model.tensors.keys() - factors_among(model.tensors).keys():
+        nbytes[model.tensors[name].dtype] += model.tensors[name].nbytes
     return max(sorted(nbytes), key=nbytes.__getitem__)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sandhi_core.assignment import factors_among
 from sandhi_core.deploy.kv import KvCache, kv_cache
 from sandhi_core.records import ExportedModel, ExportedTensor, Manifest, Part
 
@@ -27,7 +28,8 @@ class Capacity(Part):
 
 
 class ModelMemory(Part):
-    """Bytes of one model. `weights_bytes` counts what a server keeps: a tied head is no tensor of its own."""
+    """Bytes of one model. `weights_bytes` counts what a server keeps, residuals included: a tied head is no tensor of
+    its own."""
 
     estimated: Literal[True] = True
     basis: str = BASIS
@@ -58,9 +60,11 @@ class PoolMemory(Part):
 
 @dataclass(frozen=True)
 class _Weights:
-    """Bytes of one model's served tensors: its own, and by (name, digest) those of the shared ones."""
+    """Bytes of one model's served tensors: its own, of these what it adds to shared ones, and by (name, digest) the
+    shared ones."""
 
     private: int
+    added: int
     shared: Mapping[tuple[str, str], int]
 
 
@@ -74,7 +78,7 @@ def memory_of(
     """
     weights = {name: _weights(model, configs[name]) for name, model in manifest.models.items()}
     private = sum(w.private for w in weights.values())
-    before = private + sum(sum(w.shared.values()) for w in weights.values())
+    before = sum(w.private - w.added + sum(w.shared.values()) for w in weights.values())
     distinct = {key: size for w in weights.values() for key, size in w.shared.items()}
     after = private + sum(distinct.values())
     reserve = int(device_bytes * RESERVE)
@@ -126,6 +130,7 @@ def _weights(model: ExportedModel, config: Mapping[str, Any]) -> _Weights:
     kept = {name: tensor for name, tensor in model.tensors.items() if not _tied_head(name, tensor, model, config)}
     return _Weights(
         private=sum(tensor.nbytes for tensor in kept.values() if tensor.sharing == "private"),
+        added=sum(kept[factor].nbytes for factor in factors_among(kept)),
         shared={(n, t.digest): t.nbytes for n, t in kept.items() if t.sharing != "private"},
     )
 

@@ -8,9 +8,12 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from sandhi_core.deploy import vllm
+from sandhi_core.assignment import factors_among
+from sandhi_core.deploy import library, vllm
+from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, memory_of
 from sandhi_core.errors import ProofError
 from sandhi_core.files import write_atomic
@@ -27,6 +30,10 @@ from sandhi_core.records import (
     Record,
     SharingProof,
 )
+
+Engine = Literal["vllm", "transformers"]
+ENGINES: Mapping[Engine, ModuleType] = {"vllm": vllm, "transformers": library}
+"""Each with `RESIDUALS`, `served_dtype`, `launch` and `pool_notes`."""
 
 
 class Claims(Part):
@@ -49,7 +56,7 @@ class Server(Part):
     original: str  # digest of the fingerprint of the checkpoint it was made from
     steps: int  # how far along its trajectory
     tasks: dict[str, HoldoutTask]
-    port: int
+    port: int | None
     dtype: str
     scored_dtype: str  # as the pool file asks
     max_model_len: int | None  # tokens
@@ -65,7 +72,7 @@ class DeploymentSpec(Record):
     schema_version: Literal[1] = 1
     pool: str
     point: str
-    engine: Literal["vllm"]
+    engine: Engine
     export: str  # absolute
     manifest: str
     proof: str
@@ -97,8 +104,8 @@ def deployment_spec(
     """Describe how to serve an export; mappings are by model name, `configs` holds each one's config.json.
 
     Raises ProofError unless the proof passed for this very manifest and the holdout scored these very
-    weights, and for a dtype that the engine lacks; CheckpointError where a configuration does not give the
-    cache's size.
+    weights, and for residuals or a dtype that the engine cannot serve; CheckpointError where a configuration does not
+    give the cache's size.
     """
     _refuse_unproved(manifest, proof, holdouts)
     export_root = export_root.absolute()
@@ -108,22 +115,24 @@ def deployment_spec(
         for name in manifest.models
     }
     dtypes = {name: fingerprints[name].dtype for name in manifest.models}
-    memory, servers = serve(export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
+    engine = pool.deploy.engine
+    memory, servers = serve(engine, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
     return DeploymentSpec(
         pool=pool.name,
         point=points.deployed.name,
-        engine=pool.deploy.engine,
+        engine=engine,
         export=str(export_root),
         manifest=manifest.digest,
         proof=proof.digest,
         claims=_claims(proof),
         memory=memory,
         servers=servers,
-        notes=vllm.pool_notes(memory),
+        notes=ENGINES[engine].pool_notes(memory),
     )
 
 
 def serve(
+    engine: Engine,
     export_root: Path,
     manifest: Manifest,
     configs: Mapping[str, Mapping[str, Any]],
@@ -132,16 +141,28 @@ def serve(
     scored: Mapping[str, Scored],
 ) -> tuple[PoolMemory, tuple[Server, ...]]:
     """The sizes of a pool on its device, and its servers in starting order. Raises as `deployment_spec` does."""
-    served = {name: vllm.served_dtype(name, dtypes[name]) for name in manifest.models}
+    _refuse_residuals(engine, manifest)
+    served = {name: ENGINES[engine].served_dtype(name, dtypes[name]) for name in manifest.models}
     memory, models = memory_of(device_bytes, manifest, configs, dtypes)
     # The largest starts while most of the device is free.
     order = sorted(models, key=lambda name: (-models[name].weights_bytes, name))
     servers = []
     for place, name in enumerate(order):
         directory = export_root / manifest.models[name].directory
-        launch = vllm.launch(name, directory, place, served[name], configs[name], memory, models[name])
+        launch = ENGINES[engine].launch(name, directory, place, served[name], configs[name], memory, models[name])
         servers.append(_server(name, manifest.models[name], scored[name], launch, models[name]))
     return memory, tuple(servers)
+
+
+def _refuse_residuals(engine: Engine, manifest: Manifest) -> None:
+    for name, model in sorted(manifest.models.items()):
+        if factors_among(model.tensors) and not ENGINES[engine].RESIDUALS:
+            raise ProofError(
+                f"adds residuals to shared tensors, which {engine} does not apply",
+                model=name,
+                remedy="set deploy.engine to transformers (sandhi_core.serving.load applies them), or "
+                "merging.residuals to none, and build again",
+            )
 
 
 def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[str, HoldoutScore]) -> None:
@@ -164,7 +185,7 @@ def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[
             )
 
 
-def _server(name: str, model: ExportedModel, scored: Scored, launch: vllm.Launch, memory: ModelMemory) -> Server:
+def _server(name: str, model: ExportedModel, scored: Scored, launch: Launch, memory: ModelMemory) -> Server:
     notes = launch.notes
     if scored.dtype != launch.dtype:
         how = "float32 on a CPU, the weights' own dtype elsewhere" if scored.dtype == "auto" else scored.dtype

@@ -3,27 +3,19 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory
 from sandhi_core.errors import ProofError
 
+RESIDUALS = False  # are not applied, and nothing would say so
 FIRST_PORT = 8000
 BLOCK = 16
 """Tokens in a block of vLLM's cache, by default: a sequence takes whole ones."""
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """safetensors' spelling to vLLM's."""
-
-
-class Launch(NamedTuple):
-    """How one model is started."""
-
-    command: tuple[str, ...]
-    port: int
-    dtype: str
-    max_model_len: int | None
-    notes: tuple[str, ...]
 
 
 def served_dtype(model: str, dtype: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from sandhi_core.evaluation.packing import Scored
+from sandhi_core.evaluation.packing import TokenSequence
 
 Tokens = tuple[int, ...]
 
@@ -32,7 +32,7 @@ class Drafts:
         self,
         model: Any,
         tokenizer: Any,
-        chosen: Callable[[Sequence[Scored], bool], list[Tokens]],
+        chosen: Callable[[Sequence[TokenSequence], bool], list[Tokens]],
         batch_tokens: int,
         border: float = math.inf,
     ) -> None:
@@ -117,7 +117,7 @@ class Drafts:
         """By context, what is chosen at every place of its draft if all before it is the draft's. Only the first
         drafts are checked under further weights; those that were formed `again` are not."""
         which = sorted(drafts)
-        sequences = [Scored(contexts[at] + drafts[at][:-1], drafts[at]) for at in which]
+        sequences = [TokenSequence(contexts[at] + drafts[at][:-1], drafts[at]) for at in which]
         return dict(zip(which, self._chosen(sequences, not again), strict=True)) if sequences else {}
 
     def _remember(self, keys: Mapping[int, Any], contexts: Sequence[Tokens], fresh: Mapping[int, Tokens]) -> None:

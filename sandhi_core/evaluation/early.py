@@ -87,7 +87,7 @@ class Watch:
         return 1.0 if place is None else self._originally[place[0]][place[1]]
 
     def answered(self, requests: Sequence[Instance]) -> None:
-        """`requests` hold their responses now. Raises AbandonedError; EvaluationError as SuiteTask.judged does."""
+        """`requests` hold their responses now. Raises AbandonedError; EvaluationError as SuiteTask.values does."""
         fresh = {id(request) for request in requests} & self._unanswered
         self._unanswered -= fresh
         if not self._unanswered:  # nothing to save any more, and scores say more than a bound
@@ -96,19 +96,19 @@ class Watch:
         for place in (self._places[one] for one in fresh if one in self._places):
             touched[place[0]].add(place[1])
         for name, numbers in touched.items():
-            self._judge(name, sorted(numbers))
+            self._count(name, sorted(numbers))
         at_most = {name: float(mean(values)) for name, values in self._values.items()}
         if touched and not self._accepts(best(self._suite, at_most)):
             raise AbandonedError(
                 {name: TaskResult(value=v, higher_is_better=True, questions=()) for name, v in at_most.items()}
             )
 
-    def _judge(self, name: str, numbers: Sequence[int]) -> None:
+    def _count(self, name: str, numbers: Sequence[int]) -> None:
         """Let those of the questions that are answered in full count what they do."""
         questions = self._questions[name]
         whole = [n for n in numbers if not any(id(r) in self._unanswered for r in questions[n].requests)]
         if whole:
-            for number, value in zip(whole, self._tasks[name].judged([questions[n] for n in whole]), strict=True):
+            for number, value in zip(whole, self._tasks[name].values([questions[n] for n in whole]), strict=True):
                 self._values[name][number] = value
 
 

@@ -5,17 +5,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
+from sandhi_core.assignment import Assignment
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.conditions import conditions, dtype_of
 from sandhi_core.evaluation.early import AbandonedError, Watch, best
-from sandhi_core.evaluation.resident import Resident
+from sandhi_core.evaluation.resident import Replacement, Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS, Suite, load_tasks
 from sandhi_core.graph import STAGES
 from sandhi_core.pool import EvaluationSettings, ModelEntry
 from sandhi_core.records import Accepts, Component, Evaluation, Fingerprint, Scores, Split, TaskResult, digest_of
+from sandhi_core.rungs.residual import Residual
 from sandhi_core.store import Store
 
 
@@ -31,24 +31,32 @@ def noise_key(fingerprint: str, seed: int, layer: int, component: Component) -> 
     return digest_of({"fingerprint": fingerprint, "noise": [version, seed, layer, component]})
 
 
-def _nothing(name: str) -> Tensor:
+def _nothing(name: str) -> Replacement:
     raise KeyError(name)
 
 
 @dataclass(frozen=True)
 class Weights:
     """A checkpoint's weights with some tensors replaced. `tensors` maps the name of each to what names its new
-    bytes; `read` gives them, and is only called for those that must be scored and are not in place already."""
+    bytes; `read` gives them, and what is added to them when the model runs, if anything; it is only called for those
+    that must be scored and are not in place already."""
 
     key: str
     tensors: Mapping[str, str] = field(default_factory=dict)
-    read: Callable[[str], Tensor] = _nothing
+    read: Callable[[str], Replacement] = _nothing
 
 
-def merged_weights(fingerprint: Fingerprint, tensors: Mapping[str, str], store: Store) -> Weights:
-    """The checkpoint with shared tensors (name to digest) from the store in place of its own."""
-    key = weights_key(fingerprint.digest, tensors)
-    return Weights(key, tensors, lambda name: store.tensor(tensors[name]))
+def merged_weights(fingerprint: Fingerprint, assignment: Assignment, store: Store) -> Weights:
+    """The checkpoint with an assignment's shared tensors from the store in place of its own, and their residuals."""
+    tensors, adjustments = assignment.tensors, assignment.adjustments
+
+    def read(name: str) -> Replacement:
+        shared = store.tensor(tensors[name])
+        if name not in adjustments:
+            return shared
+        return shared, Residual(store.tensor(adjustments[name].up), store.tensor(adjustments[name].down))
+
+    return Weights(weights_key(fingerprint.digest, assignment.identities), assignment.identities, read)
 
 
 class Evaluator:
@@ -76,7 +84,7 @@ class Evaluator:
         self._log = log
         self._evaluated = evaluated
         self.suite = load_tasks(entry, settings, cache_directory)
-        self._contexts = {split: _context(self.suite, split, settings) for split in SPLITS}
+        self.contexts = {split: _context(self.suite, split, settings) for split in SPLITS}
         self.resident: Resident | None = None
         self.evaluations = 0
 
@@ -86,21 +94,23 @@ class Evaluator:
         Raises EvaluationError where the model cannot be loaded, a replacement does not fit it, or the original
         answers with NaN (changed weights that do are scored: such answers are wrong).
         """
-        context = self._contexts[split]
+        context = self.contexts[split]
         return self._log.get(weights.key, context) or self._made(context, split, weights)
 
     def judged(self, split: Split, weights: Weights, accepts: Accepts) -> Evaluation | None:
         """As `evaluate`, but None as soon as it is certain that `accepts` refuses the scores; what is certain then is
         in the log too."""
-        context = self._contexts[split]
+        context = self.contexts[split]
         if whole := self._log.get(weights.key, context):
             return whole
         known = self._log.get(weights.key, _at_most(context))
         if known is not None and not accepts(best(self.suite, known.scores)):
             return None
         original = self.evaluate(split, self.original)
-        found = self._made(context, split, weights, watch=Watch(self.suite, split, original, accepts))
-        return found if found.context == context else None
+        try:
+            return self._made(context, split, weights, watch=Watch(self.suite, split, original, accepts))
+        except AbandonedError:
+            return None
 
     def noise_floor(self, split: Split, tolerance: Scores | None = None) -> Scores:
         """By task, how far the original's score moves when it is computed in batches of half the size: what a budget,
@@ -109,7 +119,7 @@ class Evaluator:
         Raises EvaluationError where a task's does not, or as `evaluate` does.
         """
         # Other batches first: the states that are kept are then those of the batches that the search uses.
-        context = digest_of([self._contexts[split], "half the batch"])
+        context = digest_of([self.contexts[split], "half the batch"])
         other = self._log.get(self.original.key, context) or self._made(context, split, self.original, halved=True)
         usual = self.evaluate(split, self.original)
         floor = {task: abs(usual.scores[task] - other.scores[task]) for task in usual.scores}
@@ -128,29 +138,45 @@ class Evaluator:
     def _made(
         self, context: str, split: Split, weights: Weights, *, halved: bool = False, watch: Watch | None = None
     ) -> Evaluation:
-        """A fresh evaluation; where `watch` abandons it, what the scores are at most, under the context of that."""
+        """A fresh evaluation, which is in the log then. Raises AbandonedError where `watch` ends it: then what the
+        scores are at most is in the log."""
         started = time.monotonic()
-        if self.resident is None:
-            self.resident = Resident(self._directory, self._entry.name, self._settings)
-        self.resident.hold(weights.tensors, weights.read)
+        self._loaded().hold(weights.tensors, weights.read)
         try:
-            tasks = self.resident.answers(self.suite, split, halved=halved, watch=watch)
+            tasks = self._loaded().answers(self.suite, split, halved=halved, watch=watch)
         except AbandonedError as abandoned:
-            context, tasks = _at_most(context), abandoned.at_most
+            self._keep(weights, _at_most(context), split, abandoned.at_most, started)
+            raise
         if not weights.tensors:
             self._require_answers(split)
+        return self._keep(weights, context, split, tasks, started)
+
+    def _keep(
+        self, weights: Weights, context: str, split: Split, tasks: dict[str, TaskResult], started: float
+    ) -> Evaluation:
+        """Log and count what was computed since `started`, in seconds of the monotonic clock."""
         evaluation = Evaluation(weights=weights.key, context=context, split=split, tasks=tasks)
         self._log.add(evaluation)
         self.evaluations += 1
         self._evaluated(time.monotonic() - started)
         return evaluation
 
+    def originals(self) -> Resident:
+        """The model in memory, holding its own weights."""
+        self._loaded().hold({}, _nothing)
+        return self._loaded()
+
+    def _loaded(self) -> Resident:
+        if self.resident is None:
+            self.resident = Resident(self._directory, self._entry.name, self._settings)
+        return self.resident
+
     def _require_answers(self, split: Split) -> None:
         """A baseline of wrong answers would let every merge pass."""
         for task in self.suite.tasks:
-            if unanswered := task.unanswered(split):
+            if nans := task.nan_answers(split):
                 raise EvaluationError(
-                    f"the original answers {unanswered} questions of task {task.name!r} with NaN",
+                    f"the original answers {nans} questions of task {task.name!r} with NaN",
                     model=self._entry.name,
                     file=str(self._directory),
                     remedy=f"score in another dtype than {dtype_of(self._settings)}, or check the weights",

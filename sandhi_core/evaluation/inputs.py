@@ -1,43 +1,124 @@
-"""The second moments of what goes into each projection while a model answers questions of a split."""
+"""The second moments of what goes into each projection while a model answers questions of a split.
+
+What is found is kept below `inputs/`, a file a source, named by the checkpoint and all that decides its answers.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from sandhi_core.errors import EvaluationError
+from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
-from sandhi_core.records import Slot, Split
+from sandhi_core.records import Fingerprint, Slot, Split, digest_of
+from sandhi_core.rungs.allotment import LADDER_VERSION
 from sandhi_core.rungs.grams import BLOCK, Gram, GramSum
+from sandhi_core.rungs.residual import Weighting, weighting
+from sandhi_core.side_files import keep, kept
 
 SAME_INPUT: Mapping[str, str] = {"k": "q", "v": "q", "up": "gate"}
 """Projections that read what another of their layer reads."""
 
+MEMORY = 2 * 2**30
+"""Bytes of moments that one pass over the questions collects; a larger model takes several passes."""
+
+
+class Inputs:
+    """Those of one model on its profile split, collected when first asked for."""
+
+    def __init__(self, folder: Path, fingerprint: Fingerprint, evaluator: Evaluator) -> None:
+        self.key = digest_of([LADDER_VERSION, fingerprint.digest, evaluator.contexts["profile"]])
+        self._folder = folder / self.key
+        self._slots = fingerprint.slots
+        self._evaluator = evaluator
+        self._last: tuple[str, Weighting] | None = None
+
+    def gram(self, tensor: str) -> Gram:
+        """E[x x^T] of what the slot with this tensor reads. Raises EvaluationError as `input_grams` does."""
+        source = read_by(next(slot for slot in self._slots if slot.tensor == tensor), self._slots)
+        found = self._kept(source)
+        if found is None:
+            self._collect()
+            found = self._kept(source)
+        if found is None:
+            raise EvaluationError(
+                "what goes into this projection could not be kept",
+                tensor=source,
+                file=str(self._folder),
+                remedy="give the artifact root space, and build again",
+            )
+        return found
+
+    def weighting(self, tensor: str) -> Weighting:
+        """The same, ready to weigh a difference by. Projections that read the same come one after the other."""
+        source = read_by(next(slot for slot in self._slots if slot.tensor == tensor), self._slots)
+        if self._last is None or self._last[0] != source:
+            self._last = source, weighting(self.gram(tensor))
+        return self._last[1]
+
+    def _collect(self) -> None:
+        missing = [s for s in self._slots if read_by(s, self._slots) == s.tensor and self._kept(s.tensor) is None]
+        held = self._evaluator.originals()
+        for source, gram in input_grams(held, self._evaluator.suite, "profile", missing):
+            keep(self._file(source), {f"{number:04d}": block for number, block in enumerate(gram.blocks)})
+
+    def _kept(self, source: str) -> Gram | None:
+        blocks = kept(self._file(source))
+        return None if blocks is None else Gram(tuple(block for _, block in sorted(blocks.items())))
+
+    def _file(self, source: str) -> Path:
+        return self._folder / f"{source}.safetensors"
+
 
 def input_grams(
-    held: Resident, suite: Suite, split: Split, slots: Sequence[Slot], block: int = BLOCK
-) -> dict[str, Gram]:
-    """By tensor name of each slot: E[x x^T] over the tokens of the split's requests, each token of a packed tree once,
-    under the weights that the model holds now.
+    held: Resident, suite: Suite, split: Split, sources: Sequence[Slot], memory: int = MEMORY, block: int = BLOCK
+) -> Iterator[tuple[str, Gram]]:
+    """By tensor name of each source: E[x x^T] over the tokens of the split's requests, each token of a packed tree
+    once, under the weights that the model holds now; no more than `memory` bytes in a pass, but one source at least.
 
-    Raises EvaluationError where the questions cannot be scored, or a slot saw no input.
+    Raises EvaluationError where the questions cannot be scored, or none reaches a projection.
     """
     held.answers(suite, split)  # whatever is computed once (checks, drafts) is computed before anything is counted
+    for names in _passes(held, [slot.tensor for slot in sources], memory, block):
+        held.scorer.forget()
+        sums: dict[str, GramSum] = {}
+        with _watched(held, names, sums, block):
+            held.answers(suite, split)
+        for name in names:
+            if name not in sums:
+                raise EvaluationError(
+                    "no question reaches this projection",
+                    tensor=name,
+                    remedy="set merging.residuals: none for this pool, or give the model questions that use it",
+                )
+            yield name, sums.pop(name).mean()
     held.scorer.forget()
-    read = {slot.tensor: _read_by(slot, slots) for slot in slots}
-    sums: dict[str, GramSum] = {}
-    with _watched(held, sorted(set(read.values())), sums, block):
-        held.answers(suite, split)
-    means = {name: found.mean() for name, found in sums.items()}
-    return {name: means[source] for name, source in read.items()}
 
 
-def _read_by(slot: Slot, slots: Sequence[Slot]) -> str:
-    """The tensor of the slot whose input is the same."""
+def read_by(slot: Slot, slots: Sequence[Slot]) -> str:
+    """The source of a slot: the tensor of the first slot that reads the same."""
     wanted = SAME_INPUT.get(slot.projection, slot.projection)
     alike = (s.tensor for s in slots if (s.layer, s.component, s.projection) == (slot.layer, slot.component, wanted))
     return next(alike, slot.tensor)
+
+
+def _passes(held: Resident, names: Sequence[str], memory: int, block: int) -> Iterator[list[str]]:
+    taken: list[str] = []
+    used = 0
+    for name in names:
+        width = held.module(name).weight.shape[1]
+        size = 4 * width * min(width, block)
+        if taken and used + size > memory:
+            yield taken
+            taken, used = [], 0
+        taken.append(name)
+        used += size
+    if taken:
+        yield taken
 
 
 @contextmanager

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 
 from sandhi_core.evaluation.drafts import Drafts
 from sandhi_core.evaluation.early import Following, Watch
 from sandhi_core.evaluation.layers import LayeredModel
-from sandhi_core.evaluation.packing import Answer, Pack, Scored, answered, scored, whole
+from sandhi_core.evaluation.packing import Answer, Pack, TokenSequence, answered, sequence_of, whole
 from sandhi_core.evaluation.sets import Hidden, PackedSets
+from sandhi_core.evaluation.tokenised import TokenisedOnceLM
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """What a model's code may raise where it is not made for being run so."""
 
 
-class PackedLM(HFLM):  # type: ignore[misc]
+class PackedLM(TokenisedOnceLM):
     """A resident model that scores requests packed, from the lowest layer that changed.
 
     `weights` names the tensors that are changed now (to what names their bytes); whoever changes the model's
@@ -67,13 +67,6 @@ class PackedLM(HFLM):  # type: ignore[misc]
         self._answering: list[int] = []  # the requests of the last `answer`, by their identity
         self._halved = False
         self._following: Following | None = None
-        self._encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        pair = (context, continuation)
-        if pair not in self._encoded:
-            self._encoded[pair] = super()._encode_pair(context, continuation)
-        return self._encoded[pair]
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -185,7 +178,7 @@ class PackedLM(HFLM):  # type: ignore[misc]
         slack = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 5e-2
         try:
             sequences = [self._sequence(request) for request in sample]
-            found = [whole(answer) for answer in self._scored(sequences, again=False)]
+            found = [whole(answer) for answer in self._answers(sequences, again=False)]
         except UNFIT as error:
             self._score_plainly(" ".join(str(error).split()))
             return
@@ -217,18 +210,18 @@ class PackedLM(HFLM):  # type: ignore[misc]
 
     def _packed(self, requests: Sequence[Request], following: Following | None = None) -> list[tuple[float, bool]]:
         sequences = [self._sequence(request) for request in requests]
-        return [whole(answer) for answer in self._scored(sequences, following=following)]
+        return [whole(answer) for answer in self._answers(sequences, following=following)]
 
-    def _sequence(self, request: Request) -> Scored:
+    def _sequence(self, request: Request) -> TokenSequence:
         _, context, continuation = request
-        return scored(context, continuation, self.max_length)
+        return sequence_of(context, continuation, self.max_length)
 
-    def _chosen(self, sequences: Sequence[Scored], again: bool) -> list[tuple[int, ...]]:
+    def _chosen(self, sequences: Sequence[TokenSequence], again: bool) -> list[tuple[int, ...]]:
         """The greedy choice at every target of each sequence; states are kept for those that come `again`."""
-        return [answer.chosen for answer in self._scored(sequences, again=again)]
+        return [answer.chosen for answer in self._answers(sequences, again=again)]
 
-    def _scored(
-        self, sequences: Sequence[Scored], *, again: bool = True, following: Following | None = None
+    def _answers(
+        self, sequences: Sequence[TokenSequence], *, again: bool = True, following: Following | None = None
     ) -> list[Answer]:
         if again and not self._halved:
             asked = self.sets.lasting(sequences, alone=not self._answering)

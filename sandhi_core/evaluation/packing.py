@@ -23,14 +23,14 @@ trees are, and so how fast scores come, not what they are."""
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenSequence:
     """What one request asks: the input `tokens`, and the `targets` that the last len(targets) of them predict."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
 
 
-def scored(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Scored:
+def sequence_of(context: Sequence[int], continuation: Sequence[int], max_length: int) -> TokenSequence:
     """A request as lm-eval's HF model cuts it: from the left, to max_length inputs; the last token is only a target.
 
     Raises ValueError where there is nothing to predict, nothing to predict it from, or, as there, more to predict than
@@ -41,7 +41,7 @@ def scored(context: Sequence[int], continuation: Sequence[int], max_length: int)
     if len(continuation) > max_length:
         raise ValueError(f"a continuation of {len(continuation)} tokens exceeds the model's length of {max_length}")
     whole = (*context, *continuation)[-(max_length + 1) :]
-    return Scored(whole[:-1], tuple(continuation))
+    return TokenSequence(whole[:-1], tuple(continuation))
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class _Builder:
         self._last: tuple[int, ...] = ()
         self._path: list[int] = []
 
-    def new_tokens(self, sequence: Scored) -> int:
+    def new_tokens(self, sequence: TokenSequence) -> int:
         return len(sequence.tokens) - self._common(sequence.tokens)
 
-    def add(self, number: int, sequence: Scored) -> None:
+    def add(self, number: int, sequence: TokenSequence) -> None:
         del self._path[self._common(sequence.tokens) :]
         for token in sequence.tokens[len(self._path) :]:
             self.parents.append(self._path[-1] if self._path else -1)
@@ -114,7 +114,7 @@ class _Builder:
         return shared
 
 
-def pack(sequences: Sequence[Scored], budget: int, border: float = math.inf) -> list[Pack]:
+def pack(sequences: Sequence[TokenSequence], budget: int, border: float = math.inf) -> list[Pack]:
     """All `sequences` in trees of at most `budget` tokens (one longer sequence has a tree of its own), those of more
     than `border` tokens apart from the others. A function of the sequences alone: nothing that was scored before
     changes what is computed together."""
@@ -140,7 +140,9 @@ def cost(packs: Sequence[Pack], width: int) -> float:
     return sum(size + size * size / (6 * width) + LAYER_START / width**2 for size in sizes)
 
 
-def cheapest(sequences: Sequence[Scored], width: int, most: int, border: float = math.inf) -> tuple[int, list[Pack]]:
+def cheapest(
+    sequences: Sequence[TokenSequence], width: int, most: int, border: float = math.inf
+) -> tuple[int, list[Pack]]:
     """The budget, at most `most`, that makes a pass cheapest, and the packs of that budget. Small trees spare
     attention, large ones repeat less of what sequences share."""
     budgets = [budget for budget in SIZES if budget <= most] or [most]

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.errors import EvaluationError
+from sandhi_core.errors import CheckpointError, EvaluationError
 from sandhi_core.evaluation.conditions import device_of, dtype_of
 from sandhi_core.evaluation.early import AbandonedError, Watch
 from sandhi_core.evaluation.free_memory import cache_bytes
@@ -17,37 +17,41 @@ from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
 from sandhi_core.records import Split, TaskResult
+from sandhi_core.rungs.residual import Attached, Residual, attach
+from sandhi_core.serving.load import index_of, load, module_of
+
+Replacement = Tensor | tuple[Tensor, Residual]
+"""What a model holds in place of a tensor, and what it adds to it."""
 
 
 class Resident:
-    """The model in `directory`, loaded by stock transformers.
+    """The model in `directory`, a checkpoint or an export, loaded as serving.load does.
 
-    Raises EvaluationError where it cannot be loaded, or only by making up weights that the files lack, and
-    CheckpointError where the files change meanwhile.
+    Raises CheckpointError where it cannot be loaded, or only by making up weights that the files lack, and where these
+    change meanwhile; EvaluationError for its tokenizer and the device.
     """
 
     def __init__(self, directory: Path, model: str, settings: EvaluationSettings) -> None:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self._checkpoint = Checkpoint.open(directory, model)
+        self._checkpoint = Checkpoint.open(directory, model, index_of(directory))
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._directory = directory
         self._name = model
         self._batch_tokens = settings.batch_tokens
-        self._held: dict[str, str] = {}  # tensors that are replaced now: what names their bytes
+        self._held: dict[str, str] = {}  # tensors that are replaced now: what names the replacement
+        self._attached: dict[str, Attached] = {}  # what is added to some of these
         self.model, tokenizer = self._load(settings)
         self.scorer = PackedLM(self.model, tokenizer, settings.batch_tokens, cache_bytes(settings))
 
     def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
         try:
-            # Said outright that a model's own code is not run: else transformers asks at the terminal.
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                self._directory, dtype=dtype_of(settings), output_loading_info=True, trust_remote_code=False
-            )
+            model = load(self._directory, dtype_of(settings), device_of(settings), self._name)
             tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
-            model = model.to(device_of(settings)).eval()
-        except Exception as error:  # whatever a model type's code, a tokenizer or a device may raise
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a tokenizer or a device may raise
             raise EvaluationError(
                 f"transformers cannot load the model: {' '.join(str(error).split()) or type(error).__name__}",
                 model=self._name,
@@ -56,14 +60,6 @@ class Resident:
             ) from error
         for file in self._checkpoint.weights:
             self._checkpoint.require_unchanged(file)
-        if missing := sorted(report["missing_keys"]):
-            raise EvaluationError(
-                f"transformers would fill {len(missing)} tensors that the files lack with random numbers",
-                model=self._name,
-                file=str(self._directory),
-                tensor=missing[0],
-                remedy="the checkpoint is incomplete: restore it",
-            )
         return model, tokenizer
 
     def answers(
@@ -101,14 +97,15 @@ class Resident:
         return EvaluationError(error.problem.message, model=self._name, remedy=error.problem.remedy)
 
     @torch.no_grad()
-    def hold(self, tensors: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
-        """Let the model hold exactly these replacements (tensor name to what names its bytes); everything else
-        goes back to the original bytes. `read` is only asked for what is not in place already.
+    def hold(self, tensors: Mapping[str, str], read: Callable[[str], Replacement]) -> None:
+        """Let the model hold exactly these replacements (tensor name to what names it); everything else goes back to
+        the original bytes. `read` is only asked for what is not in place already.
 
         Raises EvaluationError where a replacement does not fit the model.
         """
         for name in [name for name in self._held if name not in tensors]:
             self._parameter(name).copy_(self._checkpoint.tensor(name))
+            self._detach(name)
             del self._held[name]
         for name, identity in tensors.items():
             if self._held.get(name) == identity:
@@ -116,7 +113,8 @@ class Resident:
             parameter = self._parameter(name)
             if name not in self._held:
                 self._require_original(name, parameter)
-            replacement = read(name)
+            found = read(name)
+            replacement, residual = found if isinstance(found, tuple) else (found, None)
             if replacement.shape != parameter.shape:
                 raise EvaluationError(
                     f"the replacement has shape {tuple(replacement.shape)}, the model {tuple(parameter.shape)}",
@@ -125,7 +123,14 @@ class Resident:
                     remedy="this is a defect in grouping: report it",
                 )
             parameter.copy_(replacement)
+            self._detach(name)
+            if residual is not None:
+                self._attached[name] = attach(self.module(name), residual)
             self._held[name] = identity
+
+    def _detach(self, name: str) -> None:
+        if name in self._attached:
+            self._attached.pop(name).remove()
 
     def _require_original(self, name: str, parameter: Tensor) -> None:
         """A model type may fuse or transpose tensors as it loads them: then a replacement in the files' layout
@@ -135,19 +140,15 @@ class Resident:
             raise self._unfit(name, "transformers does not hold this tensor as the file does")
 
     def module(self, tensor: str) -> Any:
-        """The module whose weight a tensor name in the files means. Raises EvaluationError where there is none."""
-        parameter = self._parameter(tensor)
-        return next(m for m in self.model.modules() if getattr(m, "weight", None) is parameter)
+        """The module with the parameter of a tensor name in the files. Raises EvaluationError where there is none."""
+        module = module_of(self.model, tensor)
+        if module is None:
+            raise self._unfit(tensor, "transformers holds no parameter of this name")
+        return module
 
     def _parameter(self, name: str) -> Tensor:
-        """The model's parameter of a tensor name in the files, which may lack transformers' prefix."""
-        for candidate in (name, f"model.{name}"):
-            try:
-                parameter: Tensor = self.model.get_parameter(candidate)
-                return parameter
-            except AttributeError:
-                continue
-        raise self._unfit(name, "transformers holds no parameter of this name")
+        parameter: Tensor = getattr(self.module(name), name.rpartition(".")[2])
+        return parameter
 
     def _unfit(self, tensor: str, message: str) -> EvaluationError:
         remedy = "this layout cannot be searched: leave the model out of the pool"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sandhi_core.evaluation.layers import LayerCache
-from sandhi_core.evaluation.packing import Pack, Scored, cheapest, pack
+from sandhi_core.evaluation.packing import Pack, TokenSequence, cheapest, pack
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PackedSets:
         self.memory = memory
         self.kept: dict[bytes, PackedSet] = {}
 
-    def lasting(self, sequences: Sequence[Scored], *, alone: bool) -> PackedSet:
+    def lasting(self, sequences: Sequence[TokenSequence], *, alone: bool) -> PackedSet:
         """The set of `sequences`, kept until `forget`; `alone`: instead of all that was kept before."""
         key = _key(sequences)
         if key not in self.kept:
@@ -49,7 +49,7 @@ class PackedSets:
             self.kept[key] = self._with_states(self._packs(sequences, 1))
         return self.kept[key]
 
-    def passing(self, sequences: Sequence[Scored], *, halved: bool = False) -> PackedSet:
+    def passing(self, sequences: Sequence[TokenSequence], *, halved: bool = False) -> PackedSet:
         """A set of which nothing is kept; `halved`: in packs of half the size."""
         return PackedSet(self._packs(sequences, 2 if halved else 1), LayerCache(()))
 
@@ -57,7 +57,7 @@ class PackedSets:
         """Drop all sets with their states."""
         self.kept.clear()
 
-    def _packs(self, sequences: Sequence[Scored], parts: int) -> list[Pack]:
+    def _packs(self, sequences: Sequence[TokenSequence], parts: int) -> list[Pack]:
         budget, packs = cheapest(sequences, self._hidden.width, self._batch_tokens, self._border)
         return packs if parts == 1 else pack(sequences, max(1, budget // parts), self._border)
 
@@ -75,7 +75,7 @@ class PackedSets:
         return PackedSet(packs, LayerCache(layers, device), one * len(layers))
 
 
-def _key(sequences: Sequence[Scored]) -> bytes:
+def _key(sequences: Sequence[TokenSequence]) -> bytes:
     digest = hashlib.sha256()
     for one in sequences:
         digest.update(array("q", [len(one.tokens), len(one.targets), *one.tokens, *one.targets]).tobytes())

@@ -42,21 +42,21 @@ class SuiteTask:
 
         Raises EvaluationError where a question has no single finite number, or a NaN has no such meaning.
         """
-        values = self.judged(self.questions[split])
-        with self._judging():
+        values = self.values(self.questions[split])
+        with self._guarded():
             value = float(self.aggregate(values))
         return TaskResult(value=value, higher_is_better=self.higher_is_better, questions=tuple(values))
 
-    def judged(self, questions: Sequence[Question]) -> list[float]:
+    def values(self, questions: Sequence[Question]) -> list[float]:
         """One value a question, from the responses that its requests hold now. Raises as `result` does."""
-        with self._judging():
+        with self._guarded():
             for ensemble in self.task._filters:
                 if ensemble.name == self.filter:
                     ensemble.apply([request for question in questions for request in question.requests])
             return [self._value(question) for question in questions]
 
     @contextmanager
-    def _judging(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except EvaluationError:
@@ -68,12 +68,12 @@ class SuiteTask:
                 remedy="correct the task's filters and metrics",
             ) from error
 
-    def unanswered(self, split: Split) -> int:
+    def nan_answers(self, split: Split) -> int:
         """Questions of which a response is NaN."""
-        return sum(not _is_answered(question) for question in self.questions[split])
+        return sum(map(_has_nan, self.questions[split]))
 
     def _value(self, question: Question) -> float:
-        if not _is_answered(question):
+        if _has_nan(question):
             return self._worst()
         answers = [request.filtered_resps[self.filter] for request in question.requests]
         value = self.task.process_results(question.document, answers)[self.metric]
@@ -182,8 +182,8 @@ def _split(
     return {split: tuple(found) for split, found in splits.items()}
 
 
-def _is_answered(question: Question) -> bool:
-    """False where a log-likelihood is NaN, which lm-eval's argmax would take for the first choice."""
+def _has_nan(question: Question) -> bool:
+    """Whether a log-likelihood is NaN, which lm-eval's argmax would take for the first choice."""
     responses = (response for request in question.requests for response in request.resps)
     numbers = (response[0] if isinstance(response, tuple) else response for response in responses)
-    return not any(isinstance(number, float) and math.isnan(number) for number in numbers)
+    return any(isinstance(number, float) and math.isnan(number) for number in numbers)

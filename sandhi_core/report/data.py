@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sandhi_core.cutoffs import tensors_at
+from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
     CutoffSet,
@@ -63,12 +63,14 @@ never proposed."""
 
 @dataclass(frozen=True)
 class SlotState:
-    """One projection of one model at an operating point. `holders` are all models with this very tensor."""
+    """One projection of one model at an operating point. `holders` are all models with this very tensor; `rank` is
+    that of the residual which this one adds to it."""
 
     slot: Slot
     state: State
     digest: str
     holders: tuple[str, ...]
+    rank: int = 0
 
 
 def slot_states(
@@ -78,23 +80,24 @@ def slot_states(
     point: OperatingPoint,
 ) -> dict[str, tuple[SlotState, ...]]:
     """What became of every slot at `point`; by model name, in the order of the fingerprint's slots."""
-    assigned = {m: tensors_at(t, point.cutoffs[m]) for m, t in trajectories.items() if m in point.cutoffs}
+    assigned = {m: assignment_at(t, point.cutoffs[m]) for m, t in trajectories.items() if m in point.cutoffs}
     held = {(h.name, h.digest): h for h in holdings(assigned, fingerprints)}
 
-    def state_of(slot: Slot, own: Mapping[str, str], planned: set[str]) -> SlotState:
-        digest = own.get(slot.tensor, slot.digest)
+    def state_of(slot: Slot, own: Assignment, planned: set[str]) -> SlotState:
+        digest = own.tensors.get(slot.tensor, slot.digest)
         holding = held[slot.tensor, digest]
         state: State
         if holding.shared:
             state = "shared" if holding.merged else "duplicate"
-        elif slot.tensor in own:
+        elif slot.tensor in own.tensors:
             state = "alone"
         else:
             state = "kept" if slot.tensor in planned else "excluded"
-        return SlotState(slot, state, digest, holding.models)
+        rank = own.adjustments[slot.tensor].rank if slot.tensor in own.adjustments else 0
+        return SlotState(slot, state, digest, holding.models, rank)
 
     return {
-        name: tuple(state_of(s, assigned.get(name, {}), _planned(plans.get(name))) for s in fingerprint.slots)
+        name: tuple(state_of(s, assigned.get(name, Assignment()), _planned(plans.get(name))) for s in fingerprint.slots)
         for name, fingerprint in fingerprints.items()
     }
 

@@ -144,9 +144,11 @@ def _line(axes: Axes, y: float, text: str, **how: Any) -> None:
 def _step_axis(axes: Axes, steps: Sequence[Step]) -> None:
     axes.set_xlim(-0.5, len(steps) + 0.5)
     if len(steps) <= NAMED_STEPS:
-        names = ["original", *(f"{s.component} {s.layer}" for s in steps)]
+        names = ["original", *(s.label for s in steps)]
         axes.set_xticks(range(len(names)), names, rotation=90 if steps else 0)
-    else:
+    if any(step.price is not None for step in steps):
+        axes.set_xlabel("error that a MiB must take off, of a matrix's outputs")
+    elif len(steps) > NAMED_STEPS:
         axes.set_xlabel("steps")
 
 

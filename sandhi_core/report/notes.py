@@ -9,7 +9,8 @@ QUALITY = (
 )
 
 BYTES = (
-    "Claimed: bytes of distinct tensors that need not be held again, exact duplicates included. On disk: every "
+    "Claimed: bytes of distinct tensors that need not be held again, exact duplicates included, less what models add "
+    "to shared ones. On disk: every "
     "exported file re-read. In memory: processes that load the exports against processes that load the originals.",
 )
 

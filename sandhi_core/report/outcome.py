@@ -116,7 +116,7 @@ def _held(processes: Sequence[ProcessMemory]) -> int:
 
 
 STATES: Mapping[State, tuple[str, str, str]] = {  # fill, colour of the sign, words
-    "shared": (style.BLUE, style.PAPER, "merged, shared by so many models"),
+    "shared": (style.BLUE, style.PAPER, "merged, shared by so many models; +: with a residual of its own"),
     "duplicate": (style.GREEN, style.PAPER, "identical from the start, kept once"),
     "alone": (style.ORANGE, style.PAPER, "merged, but no other model kept it"),
     "kept": (style.EMPTY, style.MUTED, "own: a merged one was tried or planned, not kept"),
@@ -140,7 +140,8 @@ def sharing_map(states: Mapping[str, Sequence[SlotState]]) -> Figure:
             edge = {"ec": style.LINE, "lw": 0.7} if slot.state == "excluded" else {"lw": 0}
             axes.add_patch(Rectangle(place, 0.94, 0.9, fc=fill, **edge))
             if layers <= ANNOTATED_LAYERS:
-                sign = {"shared": str(len(slot.holders)), "duplicate": "=", "alone": "1"}.get(slot.state, "")
+                many = f"{len(slot.holders)}{'+' if slot.rank else ''}"
+                sign = {"shared": many, "duplicate": "=", "alone": "1"}.get(slot.state, "")
                 x, y = place[0] + 0.47, place[1] + 0.47
                 axes.text(x, y, sign, ha="center", va="center", fontsize=7.5, color=ink, fontweight="bold")
         layer_axis(axes, layers)

@@ -162,6 +162,7 @@ def bytes_table(data: ReportData) -> Table:
     found = [
         ("all checkpoints", whole if saved or data.fingerprints else None),
         ("exact duplicates", saved.duplicates if saved else None),
+        *([("added by residuals", saved.overhead)] if saved and saved.overhead else []),
         ("claimed", saved.net if saved else None),
         ("verified on disk", proof.verified_disk if proof else None),
         ("verified in memory", proof.verified_memory if proof else None),

@@ -26,8 +26,10 @@ _STEPS = {
     "step": _INT,
     "component": _TEXT,
     "layer": _INT,
+    "price": _REAL,
     "decision": _TEXT,
     "tensors": _INT,
+    "residual_bytes": _INT,
     "task": _TEXT,
     "baseline": _REAL,
     "score": _REAL,
@@ -68,15 +70,17 @@ def profiles_table(profiles: Mapping[str, Profile]) -> pl.DataFrame:
 
 def steps_table(trajectories: Mapping[str, Trajectory]) -> pl.DataFrame:
     """A row a model, step and task; `score` is null where a stride accepted the step without scoring it, and where
-    scoring ended before there was one."""
+    scoring ended before there was one. A walk's steps have a component and a layer, a ladder's a price."""
     rows = [
         (
             t.model,
             s.index,
             s.component,
             s.layer,
+            s.price,
             s.decision,
             len(s.tensors),
+            sum(adjustment.nbytes for adjustment in s.adjustments.values()),
             task,
             baseline,
             (s.scores or {}).get(task),

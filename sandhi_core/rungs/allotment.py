@@ -1,59 +1,71 @@
 """How many bytes of residual each slot of a model gets, by one number for the whole model.
 
-Two rules, each a ladder from everything private to nothing but shared tensors. `by_error`: no slot's outputs may be
-further off than so much of their size. `by_price`: a direction is kept where what it takes off the error, as a part of
-the slot's outputs, is worth its bytes.
+A price says what error a MiB must take off. Sharing a slot without a residual, with one of any rank, and keeping the
+model's own matrix (no error, all bytes) are bids of one auction; each slot takes the cheapest. This is Lagrangian
+allocation of a byte budget (Everett 1963, "Generalized Lagrange Multiplier Method"; Shoham and Gersho 1988 for bits):
+of all assignments with as few bytes, none has less error in sum.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sandhi_core.rungs.residual import Spectrum, nbytes
+import numpy as np
+import numpy.typing as npt
 
-Ranks = Mapping[str, int]
+LADDER_VERSION = 1
+"""Of everything between a plan and its ladder: changes whenever the same models and questions would give other
+moments, spectra or rungs, or another climb."""
+
+FACTOR_BYTES = 2
+"""Of one element of a residual: bfloat16."""
+
+Ranks = dict[str, int]
 """Tensor name to the rank of its residual; a slot that is not named keeps its own matrix."""
+
+PRICES = tuple(2.0 ** (n / 4) for n in range(-80, 45))
+"""Tried, from safe to bold: four to an octave. Error is a part of the slot's outputs (their mean squared length)."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One slot that may take a shared tensor: its spectrum, shape [rows, width], and the bytes of its own matrix."""
+    """One slot that may take a shared tensor of `shape` (rows, columns). `squares`: falling, what each direction of
+    the difference adds to the mean squared error of the slot's outputs, as a part of their mean squared length;
+    `spared`: bytes that the pool spares where the slot shares."""
 
-    spectrum: Spectrum
+    squares: npt.NDArray[np.float64]
     shape: tuple[int, ...]
-    nbytes: int
-
-    def worth(self, rank: int) -> bool:
-        """Whether sharing with a residual of this rank costs less than keeping the own matrix."""
-        return nbytes(self.shape, rank) < self.nbytes
+    spared: float
 
 
-Rule = Callable[[Mapping[str, Candidate], float], dict[str, int]]
-
-
-def by_error(candidates: Mapping[str, Candidate], error: float) -> dict[str, int]:
-    """The smallest ranks that leave each slot's outputs off by at most `error`, a part of their mean squared length."""
-    ranks = {name: candidate.spectrum.rank(error) for name, candidate in candidates.items()}
-    return {name: rank for name, rank in ranks.items() if candidates[name].worth(rank)}
-
-
-def by_price(candidates: Mapping[str, Candidate], price: float) -> dict[str, int]:
-    """Every direction that takes off more than `price` for each MiB it is stored in."""
+def by_price(candidates: Mapping[str, Candidate], price: float, *, residuals: bool) -> Ranks:
+    """The cheapest for every slot at `price`, an error for each MiB. As the price rises, ranks fall and slots share."""
     ranks = {}
     for name, candidate in candidates.items():
-        least = price * nbytes(candidate.shape, 1) / 2**20
-        whole = candidate.spectrum.whole
-        ranks[name] = int((candidate.spectrum.squares > least * whole).sum()) if whole > 0 else 0
-    return {name: rank for name, rank in ranks.items() if candidates[name].worth(rank)}
+        rank = int((candidate.squares > price * _mib(candidate, 1)).sum()) if residuals else 0
+        shared = float(candidate.squares[rank:].sum()) + price * _mib(candidate, rank)
+        if shared < price * candidate.spared / 2**20:
+            ranks[name] = rank
+    return ranks
 
 
-RULES: Mapping[str, Rule] = {"error": by_error, "price": by_price}
+def nbytes(shape: Sequence[int], rank: int) -> int:
+    """Bytes of a residual of a matrix [rows, columns]."""
+    rows, width = shape
+    return rank * (rows + width) * FACTOR_BYTES
 
 
-def distinct(rule: Rule, candidates: Mapping[str, Candidate], levels: Sequence[float]) -> list[tuple[float, Ranks]]:
-    """The assignments of rising `levels`, from safe to bold, each once, with the first level that gives it."""
+def _mib(candidate: Candidate, rank: int) -> float:
+    return nbytes(candidate.shape, rank) / 2**20
+
+
+def distinct(
+    candidates: Mapping[str, Candidate], prices: Sequence[float], *, residuals: bool
+) -> list[tuple[float, Ranks]]:
+    """The assignments at rising `prices`, from safe to bold, each once, with the first price that gives it; that of
+    nothing shared left out."""
     found: list[tuple[float, Ranks]] = []
-    for level in levels:
-        ranks = rule(candidates, level)
-        if not found or ranks != found[-1][1]:
-            found.append((level, ranks))
+    for price in prices:
+        ranks = by_price(candidates, price, residuals=residuals)
+        if ranks and (not found or ranks != found[-1][1]):
+            found.append((price, ranks))
     return found

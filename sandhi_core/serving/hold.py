@@ -1,11 +1,11 @@
-"""Holds models the stock way, so that their memory can be read from outside.
+"""Holds models, so that their memory can be read from outside.
 
     python -m sandhi_core.serving.hold MODEL DIRECTORY [MODEL DIRECTORY ...]
 
 One process a model, forked from one that has imported transformers, so that a further model costs no further
-import. Each loads its directory by `AutoModelForCausalLM.from_pretrained` with the dtype of the files, reads
-every parameter, and writes one line of JSON to standard output: `{"model", "pid", "unmapped"}`, or `{"model",
-"error"}`. Then it stays until standard input ends, hence no longer than whoever started it lives.
+import. Each loads its directory as serving.load does, in the dtype of the files, reads every parameter and residual,
+and writes one line of JSON to standard output: `{"model", "pid", "unmapped"}`, or `{"model", "error"}`. Then it stays
+until standard input ends, hence no longer than whoever started it lives.
 """
 
 import json
@@ -15,10 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging
 
+from sandhi_core.errors import SandhiError
 from sandhi_core.memory import mappings, weight_files
+from sandhi_core.rungs.residual import factors
+from sandhi_core.serving.load import load
 
 
 def main(arguments: list[str]) -> int:
@@ -38,10 +41,12 @@ def _fork(model: str, directory: Path) -> int:
         return pid
     status = 1
     try:
-        network = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+        network = load(directory, name=model)
         _say({"model": model, "pid": os.getpid(), "unmapped": unmapped_bytes(network, directory)})
         os.read(sys.stdin.fileno(), 1)  # until the other end closes
         status = 0
+    except SandhiError as error:
+        _say({"model": model, "error": error.problem.message})
     except Exception as error:
         _say({"model": model, "error": f"{type(error).__name__}: {error}"[:500]})
     finally:
@@ -49,11 +54,12 @@ def _fork(model: str, directory: Path) -> int:
 
 
 def unmapped_bytes(network: torch.nn.Module, directory: Path) -> int:
-    """Read every parameter once; bytes of those that do not lie in a mapping of the directory's weight files.
+    """Read every parameter and every factor of a residual once; bytes of those that do not lie in a mapping of the
+    directory's weight files.
 
     A tied parameter counts once.
     """
-    parameters = {p.data_ptr(): p.detach() for p in network.parameters()}
+    parameters = {p.data_ptr(): p.detach() for p in (*network.parameters(), *factors(network))}
     for parameter in parameters.values():
         parameter.sum()
     files = weight_files(directory)

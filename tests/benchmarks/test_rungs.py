@@ -1,84 +1,78 @@
 """The table of ways to share: its bytes are those that would be held, its drops those of unseen questions."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import rungs
-from benchmarks.ladders import Sharing, by_ladder, by_rank, judged
-from benchmarks.members import Members, opened
+from benchmarks.lines import WAYS, varied
+from benchmarks.outcomes import Loss, Outcome, told
+from benchmarks.wholes import Wholes
 from sandhi_core.pool import load_pool
-from sandhi_core.rungs.residual import nbytes
+from sandhi_core.rungs.allotment import nbytes
+from tests.conftest import SPECIALISTS
 
-pytestmark = pytest.mark.slow
+BASED = sorted(SPECIALISTS)
 
 
 @pytest.fixture(scope="module")
-def members(trained_pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Members:
-    return opened(load_pool(trained_pool), tmp_path_factory.mktemp("rungs"))
+def wholes(trained: Path, trained_pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Wholes:
+    bases = {trained / "models" / "base": BASED}
+    return Wholes(load_pool(trained_pool), bases, tmp_path_factory.mktemp("wholes"))
 
 
-@pytest.fixture(scope="module", params=["mean", "regmean"])
-def sharing(request: pytest.FixtureRequest, members: Members) -> Sharing:
-    return Sharing(members, request.param)
+@pytest.mark.slow
+def test_rows_without_a_search_count_bytes_and_lose_what_they_do(wholes: Wholes) -> None:
+    nothing, duplicates, *adapters = wholes.rows(None)
+    assert nothing.net == 0 < duplicates.net and nothing.held and duplicates.held
+    assert all(loss.drop == loss.bound == 0.0 for loss in (*nothing.losses.values(), *duplicates.losses.values()))
+    for rank, row in zip((8, 16), adapters, strict=True):
+        freed = 0
+        for slot in wholes.members[BASED[0]].fingerprint.slots:
+            shape = wholes.members[BASED[0]].fingerprint.tensor(slot.tensor).shape
+            freed += 2 * slot.nbytes - 3 * nbytes(shape, rank)
+        assert row.net == freed + duplicates.net
+        assert row.evaluations == len(BASED) and row.losses["roman"].drop == 0.0
+    assert sum(adapters[1].losses[m].drop for m in BASED) <= sum(adapters[0].losses[m].drop for m in BASED) + 1e-9
 
 
-def held_bytes(sharing: Sharing, assigned: Mapping[str, Mapping[str, int]]) -> int:
-    """Of all matrices that could be shared, counted one by one: shared once, private, residuals."""
-    shared: dict[bytes, int] = {}
-    total = 0
-    for (model, name), tensor in sharing.shared.items():
-        if name in assigned.get(model, {}):
-            shared[name.encode() + tensor.float().numpy().tobytes()] = tensor.nbytes
-            total += nbytes(tensor.shape, assigned[model][name])
-        else:
-            total += tensor.nbytes
-    return total + sum(shared.values())
+@pytest.mark.slow
+def test_an_adapter_of_full_rank_is_the_model_itself(wholes: Wholes) -> None:
+    found = wholes._extracted(64)
+    for name in BASED:
+        member = wholes.members[name]
+        tensor = next(iter(found[name].tensors))
+        shared = wholes.store.tensor(found[name].tensors[tensor]).float()
+        adjustment = found[name].adjustments[tensor]
+        acts = shared + wholes.store.tensor(adjustment.up).float() @ wholes.store.tensor(adjustment.down).float()
+        torch.testing.assert_close(acts, member.checkpoint.tensor(tensor).float(), atol=0.01, rtol=0.05)
 
 
-@pytest.mark.parametrize("rank", [0, 2, 8])
-def test_net_bytes_are_those_that_are_not_held(sharing: Sharing, rank: int) -> None:
-    assigned = sharing.settled(by_rank(sharing, rank))
-    before = sum(tensor.nbytes for tensor in sharing.shared.values())
-    assert sharing.net(assigned) == before - held_bytes(sharing, assigned)
-    assert rank or sharing.net(assigned) > 0
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_the_pipeline_is_a_pool_file(way: str, trained_pool: Path, tmp_path: Path) -> None:
+    pool = load_pool(trained_pool)
+    made = load_pool(varied(pool, WAYS[way], tmp_path / "pool.yaml"))
+    assert made.models == pool.models and made.evaluation == pool.evaluation
+    assert made.holdout.quality == ("certified" if "certified" in way else "point")
 
 
-def test_a_slot_that_saves_nothing_keeps_its_own_matrix(sharing: Sharing) -> None:
-    everything = by_rank(sharing, 0)
-    first = min(everything)
-    assert sharing.settled({first: everything[first]}) == {first: {}}
-    assert sharing.settled(everything) == everything
-
-
-def test_full_rank_acts_as_the_models_own(sharing: Sharing) -> None:
-    model = sorted(sharing.candidates)[0]
-    for name, candidate in list(sharing.candidates[model].items())[:4]:
-        acts = candidate.spectrum.truncated(min(candidate.shape)).added(sharing.shared[model, name])
-        own = sharing.members.found[model].checkpoint.tensor(name).float()
-        assert float((acts - own).norm() / own.norm()) < 0.01
-        assert not torch.equal(sharing.shared[model, name].float(), own)
-
-
-@pytest.mark.parametrize("rule", ["error", "price"])
-def test_a_certified_pool_is_within_budget_and_no_bolder(sharing: Sharing, rule: str) -> None:
-    point = judged("p", sharing, lambda: by_ladder(sharing, rule, "point"))
-    sure = judged("c", sharing, lambda: by_ladder(sharing, rule, "certified"))
-    assert point.within and sure.within
-    assert sure.net <= point.net
-    for model, member in sharing.members.found.items():
-        budget = max(member.budgets.values())
-        assert point.drops[model] <= budget + 1e-9
-        assert sure.bounds[model] <= budget + 1e-9 or not sure.assigned[model]
-
-
-def test_the_command_keeps_its_table(trained_pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rungs, "METHODS", ("mean",))
-    monkeypatch.setattr(rungs, "RULES", ("error",))
-    assert rungs.main([str(trained_pool), "--out", str(tmp_path)]) == 0
+@pytest.mark.slow
+def test_the_command_keeps_its_table(trained_pool: Path, tmp_path: Path) -> None:
+    assert rungs.main([str(trained_pool), "--ways", "ladder, certified", "--no-mergekit", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "rungs-trained.json").read_text())
-    assert [row["name"] for row in rows][-2:] == ["mean, ranks by error, point", "mean, ranks by error, certified"]
-    assert "of all" in (tmp_path / "rungs-trained.txt").read_text()
+    assert [row["name"] for row in rows] == ["no sharing", "exact duplicates", "ladder, certified"]
+    ladder = rows[-1]
+    for loss in ladder["losses"].values():
+        assert loss["bound"] <= loss["budget"] + 1e-9
+    assert rows[1]["net"] <= ladder["net"] < ladder["whole"]
+    assert "ladder, certified" in (tmp_path / "rungs-trained.txt").read_text()
+
+
+def test_a_row_says_whether_budgets_held() -> None:
+    held, lost = Loss(0.02, 0.03, 0.02), Loss(0.03, 0.05, 0.02)
+    rows = [Outcome("fine", 10, 100, {"m": held}, 1, 1.0), Outcome("broken", 60, 100, {"m": lost}, 1, 1.0, ["why"])]
+    text = told(rows).splitlines()
+    assert "yes" in text[2] and "NO" not in text[2] and "2.0 (3.0)" in text[2]
+    assert "NO" in text[3] and "60.0 %" in text[3] and text[4] == "broken: why"

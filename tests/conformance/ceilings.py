@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from sandhi_core.assignment import Assignment
 from sandhi_core.grouping import make_groups
 from sandhi_core.pool import GroupingSettings, MergingSettings
 from sandhi_core.records import Fingerprint, Profile, Savings
@@ -35,7 +36,9 @@ def _all_shared(fingerprints: Mapping[str, Fingerprint], run: RecordedRun) -> Sa
     for group in groups.groups:
         for slot in group.members:
             assigned[slot.model][slot.tensor] = group.recipe.digest
-    return savings(assigned, {m.name: m.fingerprint for m in run.models})
+    return savings(
+        {m: Assignment(tensors) for m, tensors in assigned.items()}, {m.name: m.fingerprint for m in run.models}
+    )
 
 
 def _indifferent(model: str) -> Profile:

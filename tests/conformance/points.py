@@ -38,7 +38,6 @@ def points_of(run: RecordedRun) -> OperatingPoints:
         pool_of(run),
         run.of("cutoffs"),
         run.of("trajectory"),
-        run.of("plan"),
         run.of("fingerprint"),
         {m.name: holdout(m.name, []) for m in run.models},
         budgets_of(run),
@@ -46,7 +45,7 @@ def points_of(run: RecordedRun) -> OperatingPoints:
 
 
 def sweep_of(run: RecordedRun) -> tuple[OperatingPoint, ...]:
-    return sweep(run.of("cutoffs"), run.of("trajectory"), run.of("plan"), run.of("fingerprint"))
+    return sweep(run.of("cutoffs"), run.of("trajectory"), run.of("fingerprint"))
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,8 @@ class RecordedModel:
         """A step for every block of proposals that has a row in the log: neighbours of one stage, layer, component."""
         blocks = groupby(self.proposals, key=lambda p: (p[0], int(p[1]["layer"]), p[1]["component"].split("_")[0]))
         steps = [
-            self._step(kind, layer, [row for _, row in block], scaled(logged))
-            for ((_, layer, kind), block), logged in zip(blocks, self.log, strict=False)
+            self._step(kind, layer, [row for _, row in block])
+            for ((_, layer, kind), block), _ in zip(blocks, self.log, strict=False)
         ]
         return Plan(pool="", model=self.name, fingerprint=self.fingerprint.digest, steps=tuple(steps))
 
@@ -154,6 +154,7 @@ class RecordedModel:
                     decision="accepted" if row["decision"] == "accepted" else "rejected",
                     scores=None if score is None else {self.task: score},
                     tensors={merge.tensor: merge.recipe.digest for merge in planned.merges},
+                    adjustments={merge.tensor: _moments(merge) for merge in planned.merges} if scaled(row) else {},
                     scaled=scaled(row),
                 )
             )
@@ -173,19 +174,19 @@ class RecordedModel:
     def cutoffs(self) -> CutoffSet:
         return cutoff_set(self.trajectory, self.plan, self.tolerance)
 
-    def _step(self, kind: str, layer: int, rows: Iterable[Row], scaled: bool) -> PlannedStep:
+    def _step(self, kind: str, layer: int, rows: Iterable[Row]) -> PlannedStep:
         merges = []
         for row in rows:
             parts = contributors(row["models"], layer)
             if self.label in {label for label, _ in parts}:
-                merges.append(self._merge(layer, row["component"].split("_")[1], parts, scaled))
+                merges.append(self._merge(layer, row["component"].split("_")[1], parts))
         return PlannedStep.model_validate({"component": kind, "layer": layer, "merges": tuple(merges)})
 
-    def _merge(self, layer: int, projection: str, parts: tuple[tuple[str, int], ...], scaled: bool) -> PlannedMerge:
-        slot, shape = self._slot(layer, projection), self.family.shape(projection)
+    def _merge(self, layer: int, projection: str, parts: tuple[tuple[str, int], ...]) -> PlannedMerge:
+        slot = self._slot(layer, projection)
         recipe = Recipe(
             projection=projection,
-            shape=shape,
+            shape=self.family.shape(projection),
             dtype="BF16",
             method="mean",
             rescale="none",
@@ -193,10 +194,7 @@ class RecordedModel:
                 Contributor(model=slug(label), layer=at, tensor=_name(at, projection), digest="") for label, at in parts
             ),
         )
-        adjustment = Adjustment(kind="row_moments", nbytes=CORRECTION * shape[0]) if scaled else Adjustment()
-        return PlannedMerge(
-            tensor=slot.tensor, projection=projection, nbytes=slot.nbytes, recipe=recipe, adjustment=adjustment
-        )
+        return PlannedMerge(tensor=slot.tensor, projection=projection, nbytes=slot.nbytes, recipe=recipe)
 
     def _slot(self, layer: int, projection: str) -> Slot:
         rows, columns = self.family.shape(projection)
@@ -210,6 +208,10 @@ class RecordedModel:
             nbytes=2 * rows * columns,
             key=f"{projection} {rows}x{columns}",
         )
+
+
+def _moments(merge: PlannedMerge) -> Adjustment:
+    return Adjustment(kind="row_moments", nbytes=CORRECTION * merge.recipe.shape[0])
 
 
 def scaled(row: Row) -> bool:

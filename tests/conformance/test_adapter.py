@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sandhi_core.cutoffs import tensors_at
+from sandhi_core.assignment import assignment_at
 from tests.conformance.candidates import recorded_clusterings
 from tests.conformance.families import MIB, family_of
 from tests.conformance.points import compared, reached, sweep_of
@@ -77,11 +77,11 @@ def test_steps_are_blocks_of_one_stage_layer_and_component(three: RecordedRun) -
     assert [s.decision for s in llama.trajectory.steps] == ["accepted", "rejected", "accepted"]
     assert [len(s.merges) for s in deep.plan.steps] == [1, 0]
     assert deep.trajectory.steps[1].scores is None
-    assert deep.plan.steps[0].merges[0].adjustment.nbytes == 16 * 4096
+    assert [a.nbytes for a in deep.trajectory.steps[0].adjustments.values()] == [16 * 4096]
     assert other.plan.steps[0].merges == llama.plan.steps[0].merges
     assert (llama.steps_at(-1), llama.steps_at(1), llama.steps_at(9)) == (0, 2, 3)
-    assert tensors_at(deep.trajectory, 2) == {
-        name: digest for name, digest in tensors_at(llama.trajectory, 3).items() if "q_proj" in name
+    assert assignment_at(deep.trajectory, 2).tensors == {
+        name: digest for name, digest in assignment_at(llama.trajectory, 3).tensors.items() if "q_proj" in name
     }
 
 

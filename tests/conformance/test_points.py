@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from sandhi_core.cutoffs import tensors_at
+from sandhi_core.assignment import assignment_at
 from sandhi_core.operating_points import frontier
 from tests.conformance.points import budgets_of, compared, reached, sweep_of
 from tests.conformance.recorded import POINTS, RecordedRun, scaled, slug
@@ -41,8 +41,8 @@ def test_operating_points(run: RecordedRun) -> None:
         scores = reached(run, point.ours)
         for model in run.models:
             steps = model.steps_at(int(row[f"{model.label}__cutoff"]))
-            theirs = tensors_at(model.trajectory, steps)
-            assert theirs == tensors_at(model.trajectory, point.ours.cutoffs[model.name]), (name, model.name)
+            theirs = assignment_at(model.trajectory, steps).tensors
+            assert theirs == assignment_at(model.trajectory, point.ours.cutoffs[model.name]).tensors, (name, model.name)
             assert scores[model.name] == pytest.approx(float(row[f"{model.label}__score"]), abs=ROUNDED)
             drop = POINTS * point.ours.drops[model.name]
             assert drop == pytest.approx(float(row[f"{model.label}__drop"]), abs=ROUNDED)
@@ -87,7 +87,7 @@ def test_merge_groups(run: RecordedRun) -> None:
         }
         holders: dict[str, set[tuple[str, int, str]]] = defaultdict(set)
         for m in run.models:
-            held = tensors_at(m.trajectory, points[name].cutoffs[m.name])
+            held = assignment_at(m.trajectory, points[name].cutoffs[m.name]).tensors
             for slot in m.fingerprint.slots:
                 if slot.tensor in held:
                     holders[held[slot.tensor]].add((m.name, slot.layer, slot.projection))

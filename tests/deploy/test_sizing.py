@@ -96,3 +96,14 @@ def test_two_tensors_of_one_digest_under_two_names_are_two(missing: str) -> None
     pool, _ = memory_of(DEVICE, MANIFEST.model_copy(update={"models": models}), CONFIGS, DTYPES)
     lost = {"a": 110, "b": 110, "c": 30}[missing]
     assert pool.weights_bytes_after == (380 + lost) * KB
+
+
+def test_residuals_are_kept_by_servers_that_share_and_in_no_checkpoint() -> None:
+    layer = exported("a", {"m.weight": tensor("u", 80, "merged"), "rest": tensor("r", 40, "private")})
+    factors = {f"m.lora_{x}.weight": tensor(x, 5, "private") for x in "AB"}
+    adjusted = layer.model_copy(update={"tensors": layer.tensors | factors})
+    manifest = MANIFEST.model_copy(update={"models": {"a": adjusted, "b": layer}})
+    pool, models = memory_of(DEVICE, manifest, CONFIGS, DTYPES)
+    assert (pool.weights_bytes_before, pool.weights_bytes_after) == (240 * KB, 170 * KB)
+    assert (models["a"].weights_bytes, models["a"].private_bytes, models["a"].shared_bytes) == (130000, 50000, 80000)
+    assert models["b"].weights_bytes == 120 * KB

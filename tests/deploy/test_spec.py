@@ -1,7 +1,9 @@
 """The specification: refused without proof, the same bytes twice, and commands that a shell can run."""
 
+import importlib.util
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 
 from sandhi_core.deploy.spec import DeploymentSpec, deployment_spec, write_deployment
 from sandhi_core.errors import ProofError
+from sandhi_core.pool import DeploySettings
+from sandhi_core.records import DTYPE_BYTES, Manifest
+from sandhi_core.safetensors_file import DTYPES
 from tests.deploy import pools
 
 
@@ -81,6 +86,46 @@ def test_what_was_proved_and_what_is_estimated_stay_apart() -> None:
 def test_nothing_unproved_is_deployed(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ProofError, match=message):
         spec(**changes)
+
+
+def with_residuals() -> Manifest:
+    layer = pools.MANIFEST.models["a"]
+    factors = {f"up.lora_{x}.weight": pools.tensor(x, 5, "private") for x in "AB"}
+    models = pools.MANIFEST.models | {"a": layer.model_copy(update={"tensors": layer.tensors | factors})}
+    return pools.MANIFEST.model_copy(update={"models": models})
+
+
+def library(**changes: Any) -> DeploymentSpec:
+    deploy = DeploySettings(engine="transformers", device_memory="1MB")
+    return spec(pool=pools.pool().model_copy(update={"deploy": deploy}), **changes)
+
+
+def test_residuals_are_served_by_the_library_only() -> None:
+    manifest = with_residuals()
+    proof = pools.proof(manifest=manifest.digest)
+    with pytest.raises(ProofError, match=r"model a: adds residuals .* which vllm does not apply") as caught:
+        spec(manifest=manifest, proof=proof)
+    assert "deploy.engine to transformers" in caught.value.problem.remedy
+    assert [server.model for server in library(manifest=manifest, proof=proof).servers] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("stored", DTYPE_BYTES)
+def test_the_library_serves_whatever_dtype_the_files_have(stored: str) -> None:
+    found = library(fingerprints={name: pools.fingerprint(name, stored) for name in "abc"})
+    assert {server.dtype for server in found.servers} == {str(DTYPES[stored]).removeprefix("torch.")}
+
+
+@pytest.mark.parametrize("deployed", [spec, library])
+def test_a_dtype_that_no_pool_has_is_refused_by_either_engine(deployed: Callable[..., DeploymentSpec]) -> None:
+    with pytest.raises(ProofError, match=r"model a: .*weights in F8_E4M3"):
+        deployed(fingerprints={name: pools.fingerprint(name, "F8_E4M3") for name in "abc"})
+
+
+def test_the_librarys_command_runs_where_there_is_no_python_without_a_number() -> None:
+    """As on Debian outside of virtual environments; and wherever the package can be imported, installed or not."""
+    server = library().servers[0]
+    assert server.command == ("python3", "-m", "sandhi_core.serving.look", "/srv/exports/p q/b") and server.port is None
+    assert importlib.util.find_spec(server.command[2]) is not None
 
 
 def test_a_pool_that_only_fits_when_shared_is_not_promised_to_stock_vllm() -> None:

@@ -1,6 +1,7 @@
 """Outputs from drafts are token for token those of decoding from scratch, whatever changed."""
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from sandhi_core.evaluation.drafts import Drafts
+from sandhi_core.evaluation.drafts import UNSETTLED, Drafts, Tokens
 from sandhi_core.evaluation.packed import PackedLM
 from tests.models import tiny
 
@@ -35,29 +36,62 @@ def both(tmp_path: Path, shape: str, batch_tokens: int, **config: Any) -> tuple[
     return model, own, PackedLM(model, tokenizer, batch_tokens)
 
 
+def followed(drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[Tokens, Tokens], dict[Tokens, Tokens]]:
+    """By context: the outputs that `drafts` gives, and of those that it decodes what it has before."""
+    outputs, decoded = drafts.outputs, drafts._decoded
+    given: dict[Tokens, Tokens] = {}
+    begun: dict[Tokens, Tokens] = {}
+
+    def giving(contexts: list[Tokens], *others: Any) -> list[Tokens]:
+        given.update(zip(contexts, found := outputs(contexts, *others), strict=True))
+        return found
+
+    def decoding(contexts: list[Tokens], starts: dict[int, Tokens], *others: Any, **named: Any) -> dict[int, Tokens]:
+        begun.update({contexts[at]: start for at, start in starts.items()})
+        return decoded(contexts, starts, *others, **named)
+
+    monkeypatch.setattr(drafts, "outputs", giving)
+    monkeypatch.setattr(drafts, "_decoded", decoding)
+    return given, begun
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["llama", "gemma3_text"])
-def test_outputs_are_those_of_decoding_from_scratch(tmp_path: Path, shape: str, kind: str) -> None:
+def test_outputs_are_those_of_decoding_from_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, kind: str
+) -> None:
+    """Only outputs that differ from their draft are decoded; if drafts are formed again without end, only those that
+    are longer than their draft, from where it ends."""
     window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     model, own, packed = both(tmp_path, shape, 64, **(window if shape == "gemma3_text" else {}))
     asked = requests(kind)
-    fresh = True
-    for step, size in enumerate((0.0, 0.02, 0.1, 0.5)):
+    given, begun = followed(packed.drafts, monkeypatch)
+    for step, (size, unsettled) in enumerate(product((0.0, 0.02, 0.1, 0.5), (UNSETTLED, 1.0))):
         name = "model.layers.1.mlp.up_proj.weight"
         parameter, before = model.get_parameter(name), model.get_parameter(name).detach().clone()
         with torch.no_grad():
-            parameter += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
-        packed.weights = {name: str(step)} if size else {}
+            parameter += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step // 2))
+        packed.weights = {name: str(size)} if size else {}
+        monkeypatch.setattr("sandhi_core.evaluation.drafts.UNSETTLED", unsettled)
+        drafts = {context: draft for (context, _), draft in packed.drafts._drafts.items()}
+        begun.clear()
         packed.drafts.decoded = 0
-        found = packed.generate_until(asked, disable_tqdm=True)
-        assert found == own.generate_until(asked, disable_tqdm=True)
-        assert packed.drafts.decoded == len(asked) if fresh else packed.drafts.decoded <= len(asked)
-        fresh = False
+        assert packed.generate_until(asked, disable_tqdm=True) == own.generate_until(asked, disable_tqdm=True)
+        assert len(drafts) == (len(asked) if step else 0) and packed.drafts.decoded == len(begun)
+        changed = {context for context, out in given.items() if out != drafts.get(context)}
+        had = {context: out[: len(drafts.get(context, ()))] for context, out in given.items()}
+        longer = {context: start for context, start in had.items() if start != given[context]}
+        if unsettled == 1:
+            assert begun == longer
+        else:
+            assert longer.keys() <= begun.keys() <= changed
+            assert all(given[context][: len(start)] == start for context, start in begun.items())
         with torch.no_grad():
             parameter.copy_(before)
-    packed.weights, packed.drafts.decoded = {}, 0
+    begun.clear()
+    packed.weights = {}
     packed.generate_until(asked, disable_tqdm=True)
-    assert packed.drafts.decoded == 0  # the original's outputs stand, nothing is decoded
+    assert not begun  # the original's outputs stand, nothing is decoded
 
 
 def test_settings_that_move_the_choice_are_decoded_every_time(tmp_path: Path) -> None:
@@ -68,7 +102,7 @@ def test_settings_that_move_the_choice_are_decoded_every_time(tmp_path: Path) ->
     assert packed.generate_until(asked, disable_tqdm=True) == expected
     packed.drafts.decoded = 0
     assert packed.generate_until(asked, disable_tqdm=True) == expected
-    assert packed.drafts.decoded > 0
+    assert packed.drafts.decoded == len(asked)
 
 
 def test_several_settings_in_one_call_and_equal_contexts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
+from sandhi_core.assignment import Assignment
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, merged_weights, score_directory, weights_key
@@ -210,11 +211,11 @@ def test_merged_weights_are_read_from_the_store(tmp_path: Path, model: Path) -> 
     shared = torch.randn(32, 32).to(torch.bfloat16)
     scorer = evaluator(tmp_path, model, entry(model, ("letters", "acc")))
     identity = fingerprint(Checkpoint.open(model, "m"), tmp_path / "scans")
-    weights = merged_weights(identity, {Q_PROJ: store.put(Q_PROJ, shared)}, store)
+    weights = merged_weights(identity, Assignment({Q_PROJ: store.put(Q_PROJ, shared)}), store)
     scorer.evaluate("search", weights)
     assert scorer.resident is not None
     assert torch.equal(scorer.resident.model.get_parameter(Q_PROJ), shared.float())
-    assert merged_weights(identity, {}, store).key == weights_key(identity.digest, {})
+    assert merged_weights(identity, Assignment(), store).key == weights_key(identity.digest, {})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

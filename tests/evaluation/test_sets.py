@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from sandhi_core.evaluation.packing import Scored
+from sandhi_core.evaluation.packing import TokenSequence
 from sandhi_core.evaluation.sets import Hidden, PackedSets
 
 TOKENS, WIDTH, LAYERS = 10, 8, 4
 ONE = 4 * TOKENS * WIDTH * 2  # a layer: kept and tried, before and within it, in two bytes
 
 
-def sequences(first: int) -> list[Scored]:
-    return [Scored(tuple(range(first, first + TOKENS)), (1,))]
+def sequences(first: int) -> list[TokenSequence]:
+    return [TokenSequence(tuple(range(first, first + TOKENS)), (1,))]
 
 
 def sets(memory: dict[str, int]) -> PackedSets:
@@ -52,6 +52,6 @@ def test_alone_means_instead_of_all_before() -> None:
 
 def test_a_passing_set_keeps_nothing() -> None:
     one = sets({"cpu": 4})
-    asked = [Scored((n, *range(100, 109)), (1,)) for n in range(12)]
+    asked = [TokenSequence((n, *range(100, 109)), (1,)) for n in range(12)]
     assert not one.passing(asked).cache.layers and not one.kept
     assert len(one.passing(asked, halved=True).packs) > len(one.passing(asked).packs)

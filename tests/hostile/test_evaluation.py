@@ -265,7 +265,7 @@ def test_a_checkpoint_without_one_of_its_tensors(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     edit_tensors(model, lambda tensors: tensors.pop(Q_PROJ))
     choice_task(tmp_path / "tasks")
-    with pytest.raises(EvaluationError, match="random numbers") as caught:
+    with pytest.raises(CheckpointError, match="random numbers") as caught:
         score_directory(
             model, entry(model, ("letters", "acc")), settings(tmp_path / "tasks"), "search", tmp_path / "cache"
         )

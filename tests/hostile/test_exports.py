@@ -11,11 +11,12 @@ import pytest
 
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import Problem, ProofError
-from sandhi_core.layout import INDEX, MANIFEST, PRIVATE, read_manifest
+from sandhi_core.layout import MANIFEST, read_manifest
 from sandhi_core.safetensors_file import Entry, map_file, write_safetensors
 from sandhi_core.sharing import verify
+from sandhi_core.survey_files import INDEX
 from tests.deployed import deployed
-from tests.exported import EMBED, GATE, MODELS, NORM, UP, make_case, make_models
+from tests.exported import EMBED, GATE, MODELS, NORM, RANKS, UP, make_case, make_models
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -103,6 +104,7 @@ def directory_instead(path: Path) -> None:
     path.mkdir()
 
 
+PRIVATE = "private.safetensors"
 P, S = f"single/{PRIVATE}", "single/{gate}"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
     "flipped bit in a private shard": (P, lambda p: flip(p, -1), [f"model single, file {PRIVATE}: tensor "]),
@@ -283,10 +285,10 @@ def test_a_manifest_that_is_no_json_is_refused(export: Path, data: bytes) -> Non
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.exported import MODELS, copy_case, make_case
+from tests.exported import MODELS, RANKS, copy_case, make_case
 
 base = Path(sys.argv[1])
-case = make_case(base / "case", {name: base / "models" / name for name in MODELS})
+case = make_case(base / "case", {name: base / "models" / name for name in MODELS}, RANKS)
 
 def dies_at(count, root):
     "Export under `root` and die by SIGKILL at the count-th flush or rename."
@@ -330,7 +332,7 @@ def test_a_killed_export_leaves_nothing_half_made_and_the_next_gives_the_same_by
     assert done.returncode == 0, done.stderr
     whole = int(done.stdout)  # this run was not killed: the ones before cover every flush and rename
     assert whole > 30
-    case = make_case(tmp_path / "reference", directories)
+    case = make_case(tmp_path / "reference", directories, RANKS)
     good = contents(case.exported()[0])
     for count in range(1, whole + 1):
         root = tmp_path / "runs" / str(count)
@@ -340,7 +342,7 @@ def test_a_killed_export_leaves_nothing_half_made_and_the_next_gives_the_same_by
     for count in (1, whole // 3, whole // 2, whole - 2, whole - 1):
         root = tmp_path / "runs" / str(count)
         again, _ = type(case)(
-            root, case.pool, case.checkpoints, case.fingerprints, case.tensors, case.merged
+            root, case.pool, case.checkpoints, case.fingerprints, case.tensors, case.merged, case.adjustments
         ).exported()
         assert contents(again) == good
         assert [p.name for p in again.parent.iterdir()] == [again.name]

@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from sandhi_core.cutoffs import cutoff_set, tensors_at
+from sandhi_core.assignment import assignment_at
+from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import make_manifest
 from sandhi_core.operating_points import operating_points
@@ -333,9 +334,9 @@ def make_data(members: tuple[Member, ...] = MEMBERS) -> ReportData:
     walks = {m.name: trajectory(m, plans[m.name]) for m in members}
     sets = {m.name: cutoff_set(walks[m.name], plans[m.name], walks[m.name].tolerance) for m in members}
     walked = {m.name: holdout(m, walks[m.name]) for m in members}
-    points = operating_points(pool, sets, walks, plans, prints, walked)
+    points = operating_points(pool, sets, walks, prints, walked)
     holdouts = deployed_holdouts(points, walked)
-    merged = {m: tensors_at(walks[m], points.deployed.cutoffs[m]) for m in walks}
+    merged = {m: assignment_at(walks[m], points.deployed.cutoffs[m]) for m in walks}
     manifest = make_manifest(
         "demo", "deployed", prints, merged, {m: h.weights for m, h in holdouts.items()}, "hardlink"
     )

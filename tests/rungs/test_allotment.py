@@ -1,66 +1,70 @@
-"""Ranks by one number a model, and the boldest that a model can stand."""
+"""Ranks by one price a model: cheaper assignments as it rises, and none that is better for its bytes."""
 
+from itertools import pairwise, product
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.rungs.allotment import RULES, Candidate, distinct
-from sandhi_core.rungs.ladder import boldest
-from sandhi_core.rungs.residual import nbytes
-from tests.rungs.test_residual import case
+from sandhi_core.rungs.allotment import PRICES, Candidate, Ranks, by_price, distinct, nbytes
 
-LEVELS = [2.0**n for n in range(-30, 30)]
+SHAPE = (7, 6)
+MATRIX = 7 * 6 * 4  # bytes
 
-
-@pytest.fixture(scope="module")
-def candidates() -> dict[str, Candidate]:
-    found = {f"t{seed}": case(seed)[2] for seed in (1, 20, 40)}
-    return {name: Candidate(spectrum, (7, 6), 7 * 6 * 2) for name, spectrum in found.items()}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_bolder_level_never_costs_more(rule: str, candidates: dict[str, Candidate]) -> None:
-    ladder = distinct(RULES[rule], candidates, LEVELS)
-    costs = [
-        sum(nbytes((7, 6), ranks[n]) if n in ranks else c.nbytes for n, c in candidates.items()) for _, ranks in ladder
-    ]
-    assert costs == sorted(costs, reverse=True) and len(ladder) > 3
-    assert ladder[0][1] == {} and ladder[-1][1] == dict.fromkeys(candidates, 0)
-    assert len({str(ranks) for _, ranks in ladder}) == len(ladder)
+squares = st.lists(st.floats(0.0, 4.0), min_size=6, max_size=6).map(lambda v: np.array(sorted(v, reverse=True)))
+candidates = st.dictionaries(
+    st.sampled_from(["a", "b", "c"]),
+    st.builds(Candidate, squares, st.just(SHAPE), st.sampled_from([MATRIX / 2, float(MATRIX)])),
+    min_size=1,
+)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_slot_whose_residual_would_cost_more_than_its_matrix_stays_private(
-    rule: str, candidates: dict[str, Candidate]
-) -> None:
-    for _, ranks in distinct(RULES[rule], candidates, LEVELS):
-        assert all(nbytes((7, 6), rank) < 7 * 6 * 2 for rank in ranks.values())
+def error(of: dict[str, Candidate], ranks: Ranks) -> float:
+    return sum(float(c.squares[ranks[n] :].sum()) for n, c in of.items() if n in ranks)
 
 
-def test_an_error_is_kept_by_every_slot(candidates: dict[str, Candidate]) -> None:
-    for level in LEVELS:
-        for name, rank in RULES["error"](candidates, level).items():
-            spectrum = candidates[name].spectrum
-            assert float(spectrum.squares[rank:].sum()) <= level * spectrum.whole
+def spent(of: dict[str, Candidate], ranks: Ranks) -> float:
+    """Bytes that the pool holds more than if all slots shared without residuals."""
+    return sum(nbytes(SHAPE, ranks[n]) if n in ranks else c.spared for n, c in of.items())
 
 
-def test_a_price_keeps_what_is_worth_it_and_nothing_else(candidates: dict[str, Candidate]) -> None:
-    for level in LEVELS:
-        for name, rank in RULES["price"](candidates, level).items():
-            spectrum, least = candidates[name].spectrum, level * nbytes((7, 6), 1) / 2**20
-            assert rank == 0 or spectrum.gain(rank - 1) > least
-            assert spectrum.gain(rank) <= least
+@given(candidates, st.booleans())
+def test_a_higher_price_never_costs_more_bytes_and_only_adds_slots(of: dict[str, Candidate], residuals: bool) -> None:
+    rungs = [ranks for _, ranks in distinct(of, PRICES, residuals=residuals)]
+    for safe, bold in pairwise(rungs):
+        assert spent(of, bold) <= spent(of, safe) and error(of, bold) >= error(of, safe) - 1e-12
+        assert safe.keys() <= bold.keys() and all(bold[name] <= rank for name, rank in safe.items())
+        assert safe != bold
+    assert all(rungs)
+    assert residuals or all(rank == 0 for ranks in rungs for rank in ranks.values())
 
 
-@given(st.integers(0, 60), st.integers(0, 60))
-def test_bisection_finds_the_boldest_that_holds(count: int, holding: int) -> None:
-    asked: list[int] = []
+@given(candidates, st.sampled_from([2.0**n for n in range(-4, 20)]))
+def test_no_other_assignment_is_cheaper_at_the_price(of: dict[str, Candidate], price: float) -> None:
+    def cost(ranks: Ranks) -> float:
+        return error(of, ranks) + price * spent(of, ranks) / 2**20
 
-    def stands(rung: int) -> bool:
-        asked.append(rung)
-        return rung < holding
+    found = cost(by_price(of, price, residuals=True))
+    for choice in product([None, *range(7)], repeat=len(of)):
+        other = {name: rank for name, rank in zip(of, choice, strict=True) if rank is not None}
+        assert found <= cost(other) + 1e-9
 
-    held = boldest(range(count), stands)
-    assert held == sorted(held)
-    assert (held[-1] if held else -1) == min(holding, count) - 1
-    assert len(asked) <= count.bit_length() and len(set(asked)) == len(asked)
+
+def test_what_costs_more_than_it_spares_stays_private() -> None:
+    expensive = Candidate(np.array([4.0, 3.0, 2.0, 1.0, 1.0, 1.0]), SHAPE, spared=float(MATRIX))
+    for _, ranks in distinct({"w": expensive}, PRICES, residuals=True):
+        assert nbytes(SHAPE, ranks["w"]) < MATRIX
+
+
+def test_equal_matrices_are_shared_at_any_price() -> None:
+    assert distinct({"w": Candidate(np.zeros(6), SHAPE, 1.0)}, PRICES, residuals=True) == [(PRICES[0], {"w": 0})]
+
+
+def test_a_slot_that_spares_nothing_is_never_shared() -> None:
+    assert distinct({"w": Candidate(np.ones(6), SHAPE, 0.0)}, PRICES, residuals=True) == []
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_residual_takes_two_bytes_an_element(rank: int) -> None:
+    assert nbytes((100, 50), rank) == rank * 150 * 2

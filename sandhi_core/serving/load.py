@@ -1,0 +1,181 @@
+"""Any exported model, ready to run: its tensors are the mapped files, and what it adds to shared ones is applied."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from sandhi_core.assignment import factor_names, factors_among, is_factor
+from sandhi_core.checkpoint import Checkpoint, refuse
+from sandhi_core.disk import RESTORE
+from sandhi_core.errors import CheckpointError
+from sandhi_core.rungs.residual import Residual, attach
+from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
+
+_CHECK = "it must be a whole causal language model that transformers knows: restore what is missing or damaged"
+
+
+def load(
+    directory: "Path | str",
+    dtype: "torch.dtype | str" = "auto",
+    device: "torch.device | str" = "cpu",
+    name: str | None = None,
+) -> PreTrainedModel:
+    """The model in an exported directory, in evaluation mode; `auto` is the dtype of the files, in which nothing is
+    copied on the CPU. `name` is the model's in errors, by default the directory's.
+
+    Raises CheckpointError where tensors are missing or of other shapes, residuals would be left out, or transformers
+    cannot load the model; of an export with residuals also where a tensor is unexpected. And what torch raises of a
+    device.
+    """
+    directory = Path(directory).absolute()
+    name = name or directory.name
+    if not directory.is_dir():
+        raise _wrong(directory, name, "is no directory", remedy="give the directory of one model of an export")
+    if index_of(directory) == ADJUSTED_INDEX:
+        return _adjusted(directory, name, dtype, device)
+    options = {"dtype": dtype, "local_files_only": True}
+    model, report = _loading(directory, name, lambda: _stock(AutoModelForCausalLM, directory, **options))
+    _require_all(directory, name, report)
+    for factor in sorted(filter(is_factor, report["unexpected_keys"])):
+        message = f"is a factor of a residual, which is applied only where {ADJUSTED_INDEX} names it"
+        raise _wrong(directory, name, message, factor)
+    return model.to(device).eval()
+
+
+def index_of(directory: Path) -> str:
+    """The name of the index that a model's directory has, or would have. Raises CheckpointError where it has both, or
+    shards of a model with residuals and no index of one."""
+    if not (directory / ADJUSTED_INDEX).exists():
+        for shard in sorted(directory.glob(f"*{SUFFIXES[ADJUSTED_INDEX]}")):
+            message = f"is missing, but {shard.name} is a part of a model with residuals"
+            raise _wrong(directory, directory.name, message, file=ADJUSTED_INDEX)
+        return INDEX
+    if (directory / INDEX).exists():
+        raise _wrong(directory, directory.name, f"lies beside {ADJUSTED_INDEX}, and leaves out residuals", file=INDEX)
+    return ADJUSTED_INDEX
+
+
+def module_of(model: Module, tensor: str) -> Module | None:
+    """The module that has the parameter of a tensor name in the files, which may lack transformers' prefix."""
+    owner, _, parameter = tensor.rpartition(".")
+    for name in (owner, f"model.{owner}"):
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            continue
+        if isinstance(getattr(module, parameter, None), Parameter):
+            return module
+    return None
+
+
+# --- residuals ----------------------------------------------------------------------------------------------
+
+
+def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "torch.device | str") -> PreTrainedModel:
+    tensors = _mapped(directory, name)
+    weights = sorted(set(factors_among(tensors).values()))
+    pairs = {weight: _pair(directory, name, tensors, weight) for weight in weights}
+    model, report = _loading(directory, name, lambda: _given(directory, tensors, dtype))
+    _require_all(directory, name, report)
+    for extra in sorted(report["unexpected_keys"]):
+        raise _wrong(directory, name, "the model has no such tensor, and none that this could be added to", extra)
+    model.to(device).eval()
+    for weight, pair in pairs.items():
+        _attach(directory, name, model, weight, *pair)
+    return model
+
+
+def _mapped(directory: Path, name: str) -> dict[str, Tensor]:
+    """Every tensor of the directory, over private mappings of its files, once index and headers agree."""
+    try:
+        files = Checkpoint.open(directory, name, ADJUSTED_INDEX).weights
+    except CheckpointError as error:
+        raise refuse(error.problem.model_copy(update={"remedy": RESTORE})) from None
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(directory / file, framework="pt") as shard:
+            tensors |= {tensor: shard.get_tensor(tensor) for tensor in shard.keys()}  # noqa: SIM118
+    return tensors
+
+
+def _pair(directory: Path, name: str, tensors: dict[str, Tensor], weight: str) -> tuple[Tensor, Tensor]:
+    """Takes the two factors of a weight out of `tensors`."""
+    for factor in factor_names(weight):
+        if factor not in tensors:
+            raise _wrong(directory, name, "is missing, the other factor of its weight is there", factor)
+    down, up = (tensors.pop(factor) for factor in factor_names(weight))
+    return down, up
+
+
+def _given(directory: Path, tensors: dict[str, Tensor], dtype: "torch.dtype | str") -> tuple[PreTrainedModel, Any]:
+    """The model of a directory's configuration over these tensors."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    try:
+        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except OSError:  # it has none: transformers makes one of the configuration
+        generation = None
+    model, report = _stock(
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)],
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        generation_config=generation,
+    )
+    model.name_or_path = model.config.name_or_path = str(directory)
+    return model, report
+
+
+def _attach(directory: Path, name: str, model: PreTrainedModel, weight: str, down: Tensor, up: Tensor) -> None:
+    linear = module_of(model, weight)
+    if not isinstance(linear, Linear):
+        raise _wrong(directory, name, "has residuals, but is no linear layer of the model", weight)
+    rows, columns = linear.weight.shape
+    shapes = ((len(down), columns), (rows, len(down)))
+    for factor, tensor, shape in zip(factor_names(weight), (down, up), shapes, strict=True):
+        if tensor.shape != shape:
+            raise _wrong(directory, name, f"has shape {list(tensor.shape)}, {list(shape)} belongs there", factor)
+    attach(linear, Residual(up, down))
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+
+def _stock(kind: Any, source: Path | None, **options: Any) -> tuple[PreTrainedModel, Any]:
+    # Said outright that a model's own code is not run: else transformers asks at the terminal.
+    model, report = kind.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **options)
+    return model, report
+
+
+def _loading(
+    directory: Path, name: str, loads: Callable[[], tuple[PreTrainedModel, Any]]
+) -> tuple[PreTrainedModel, Any]:
+    try:
+        return loads()
+    except Exception as error:  # whatever a model type's code may raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        raise _wrong(directory, name, f"transformers cannot load the model: {reason}", remedy=_CHECK) from error
+
+
+def _require_all(directory: Path, name: str, report: Mapping[str, Any]) -> None:
+    if missing := sorted(report["missing_keys"]):
+        message = f"transformers would fill {len(missing)} tensors that the files lack with random numbers"
+        raise _wrong(directory, name, message, missing[0], remedy=_CHECK)
+
+
+def _wrong(
+    directory: Path, name: str, message: str, tensor: str | None = None, *, remedy: str = RESTORE, file: str = ""
+) -> CheckpointError:
+    return CheckpointError(message, model=name, file=str(directory / file), tensor=tensor, remedy=remedy)

@@ -1,0 +1,114 @@
+"""From a pool file with a ladder and residuals to a proved export, through real Dagster jobs, on trained models."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sandhi_core.evaluation.splits import split_of
+from sandhi_core.layout import read_manifest
+from sandhi_core.pool import load_pool
+from sandhi_core.serving.load import load
+from tests.conftest import SPECIALISTS
+from tests.pipelines.conftest import Line, built, sandhi
+from tests.pipelines.test_line import best_choice, data_file, tensor_bytes
+
+pytestmark = pytest.mark.slow
+
+LADDER: dict[str, Any] = {
+    "profile": {"noise": False},
+    "search": {"strategy": "ladder"},
+    "merging": {"residuals": "low_rank"},
+    "deploy": {"engine": "transformers"},
+}
+
+
+@pytest.fixture(scope="module")
+def ladder(trained_pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Line:
+    """The trained pool, built by a ladder with residuals. Tests must leave it as it is."""
+    folder = tmp_path_factory.mktemp("ladder")
+    pool = folder / "pool.yaml"
+    pool.write_text(yaml.safe_dump({**yaml.safe_load(trained_pool.read_text()), **LADDER}))
+    return Line(pool, folder / "root", built(pool, folder / "root"))
+
+
+def records(line: Line, stage: str) -> dict[str, Any]:
+    return {
+        path.stem.rpartition(".")[2]: json.loads(path.read_text())["record"]
+        for path in (line.root / "records" / stage).glob("*.json")
+    }
+
+
+def test_few_scores_are_asked_for_and_every_model_keeps_its_budget(ladder: Line) -> None:
+    for result in ladder.result["models"].values():
+        assert result["within_budget"] and result["original"] - result["merged"] <= result["budget"] + 1e-9
+    for name, walk in records(ladder, "trajectory").items():
+        assert walk["evaluations"] == len(walk["steps"]) <= 28, name
+        prices = [step["price"] for step in walk["steps"]]
+        assert prices == sorted(prices)
+    assert all(profile["sensitivities"] == [] for profile in records(ladder, "profile").values())
+
+
+def test_residuals_are_exported_counted_and_proved(ladder: Line) -> None:
+    export = Path(ladder.result["export"])
+    tensors = [t for m in read_manifest(export).models.values() for t in m.tensors.items()]
+    factors = [t for name, t in tensors if ".lora_" in name]
+    assert factors and all(t.sharing == "private" and t.dtype == "BF16" for t in factors)
+    originals = sum(tensor_bytes(f) for m in load_pool(ladder.pool).models for f in Path(m.path).glob("*.safetensors"))
+    distinct = {f.stat().st_ino: tensor_bytes(f) for f in (*export.glob("*/*.safetensors"), *export.glob("*/*.sandhi"))}
+    counted = ladder.result["bytes"]
+    assert counted["checkpoints"] == originals
+    assert counted["claimed"] == counted["verified_disk"] == originals - sum(distinct.values())
+    assert 0 < counted["verified_memory"] <= counted["claimed"]
+    status, out, err = sandhi("verify", export, "--json")
+    assert status == 0 and json.loads(out)["problems"] == [], err
+
+
+def test_it_saves_more_than_averages_alone(ladder: Line, line: Line) -> None:
+    assert ladder.result["bytes"]["claimed"] > line.result["bytes"]["claimed"]
+
+
+@pytest.mark.parametrize("model", SPECIALISTS)
+def test_our_loader_scores_the_export_as_reported_and_stock_transformers_refuses_residuals(
+    ladder: Line, trained: Path, model: str
+) -> None:
+    """Accuracy on the holdout, computed here from logits, without lm-eval or any of our scoring."""
+    directory = Path(ladder.result["export"]) / model
+    net, tokenizer = load(directory, dtype=torch.float32), AutoTokenizer.from_pretrained(directory)
+    pool = load_pool(ladder.pool)
+    rows = [json.loads(t) for t in (trained / "tasks" / data_file(trained, model)).read_text().splitlines()]
+    rows = [r for r in rows if split_of(r, pool.evaluation.seed, pool.evaluation.splits) == "holdout"]
+    right = sum(best_choice(net, tokenizer, row) == row["gold"] for row in rows)
+    assert right / len(rows) == pytest.approx(ladder.result["models"][model]["merged"], abs=1e-12)
+    corrected = any(".lora_" in name for name in read_manifest(directory.parent).models[model].tensors)
+    assert corrected, "this pool is to show residuals"
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_lost_residuals_are_made_again_to_the_byte(ladder: Line, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(ladder.root, tmp_path / "root"))
+    manifest = read_manifest(Path(ladder.result["export"]))
+    lost = {t.digest for m in manifest.models.values() for name, t in m.tensors.items() if ".lora_" in name}
+    for digest in lost:
+        shutil.rmtree(root / "store" / digest)
+    shutil.rmtree(root / "spectra")
+    shutil.rmtree(root / "inputs")
+    shutil.rmtree(root / "exports")
+    again = built(ladder.pool, root)
+    (result,) = again["pools"].values()
+    assert {stage for stage, _ in again["ran"]} == {"merged_weights", "sharing_proof", "deployment"}
+    assert read_manifest(Path(result["export"])) == manifest
+    assert not any(again["evaluations"].values())
+
+
+def test_deployment_names_the_loader(ladder: Line) -> None:
+    spec = json.loads(Path(ladder.result["deployment"]).read_text())
+    assert spec["engine"] == "transformers"
+    for server in spec["servers"]:
+        assert server["port"] is None and server["command"][:3] == ["python3", "-m", "sandhi_core.serving.look"]

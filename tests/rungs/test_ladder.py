@@ -1,0 +1,133 @@
+"""The boldest rung that holds, with safer ones before it, in few scores; and the trajectory that is made of them."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandhi_core.assignment import Assignment, assignment_at
+from sandhi_core.cutoffs import cutoff_set
+from sandhi_core.records import Adjustment, Evaluation, Plan, PlannedMerge, PlannedStep, Recipe, TaskResult
+from sandhi_core.rungs.allotment import Ranks
+from sandhi_core.rungs.ladder import COARSE, MARGINS, climb, ladder
+
+
+@given(st.lists(st.integers(0, 60), min_size=len(MARGINS), max_size=len(MARGINS)).map(sorted), st.integers(0, 60))
+def test_every_margin_ends_at_the_boldest_that_holds(limits: list[int], count: int) -> None:
+    """`limits`: how many rungs hold with each margin, the largest margin first."""
+    holding = dict(zip(MARGINS, limits, strict=True))
+    scored = climb(count, lambda at: at, lambda at, margin: at < holding[margin])
+    for margin, limit in holding.items():
+        boldest, near = min(limit, count) - 1, COARSE if margin else 1
+        held = max((at for at in scored if at <= boldest), default=-1)
+        assert boldest - held < near
+        assert held + near >= count or any(boldest < at <= held + near for at in scored)  # known not to hold
+    assert len(scored) <= len(MARGINS) * count.bit_length()
+
+
+@given(st.lists(st.floats(0.0, 4.0), max_size=60))
+def test_whatever_holds_nothing_is_scored_twice(room: list[float]) -> None:
+    """`room`: the margin that a rung still holds with, bolder ones not always less."""
+    asked: list[int] = []
+    scored = climb(len(room), lambda at: asked.append(at) or at, lambda at, margin: room[at] >= margin + 0.5)
+    assert len(set(asked)) == len(asked) == len(scored) <= len(MARGINS) + len(room).bit_length() * 2
+    held = [at for at in scored if room[at] >= 0.5]
+    if room and not held:
+        assert 0 in scored
+
+
+def test_a_border_of_150_rungs_takes_at_most_sixteen_scores() -> None:
+    for border in range(150):
+        scored = climb(150, lambda at: at, lambda at, margin, border=border: at < border - 6 * margin)  # type: ignore[misc]
+        assert len(scored) <= 16
+
+
+def test_one_margin_takes_no_more_than_a_bisection() -> None:
+    scored = climb(100, lambda at: at, lambda at, margin: at < 70)
+    assert max(at for at in scored if at < 70) == 69 and len(scored) <= 7
+
+
+QUESTIONS = 400
+RECIPE = Recipe(projection="q", shape=(4, 4), dtype="F32", method="mean", rescale="none", contributors=())
+
+
+def plan(names: str) -> Plan:
+    merges = tuple(PlannedMerge(tensor=n, projection="q", nbytes=64, recipe=RECIPE) for n in names)
+    return Plan(pool="p", model="m", fingerprint="f", steps=(PlannedStep(component="attn", layer=0, merges=merges),))
+
+
+def answers(wrong: int, better: int = 0) -> Evaluation:
+    """Of the questions 300 were right; now `wrong` of these are wrong, and `better` of the others right."""
+    values = (0.0,) * wrong + (1.0,) * (300 - wrong + better) + (0.0,) * (100 - better)
+    result = TaskResult(value=sum(values) / QUESTIONS, higher_is_better=True, questions=values)
+    return Evaluation(weights=f"{wrong} {better}", context="c", split="search", tasks={"t": result})
+
+
+def assigned(ranks: Ranks) -> Assignment:
+    def adjustment(name: str, rank: int) -> Adjustment:
+        return Adjustment(kind="low_rank", nbytes=16 * rank, rank=rank, down=f"d{name}{rank}", up=f"u{name}{rank}")
+
+    corrected = {name: adjustment(name, rank) for name, rank in ranks.items() if rank}
+    return Assignment({name: f"shared {name}" for name in ranks}, corrected)
+
+
+RANKS: list[Ranks] = [{"a": 3}, {"a": 2, "b": 2}, {"a": 0, "b": 1}, {"a": 0, "b": 0}]
+RUNGS = list(zip((0.1, 0.2, 0.4, 0.8), RANKS, strict=True))
+
+
+def found(wrong: Mapping[int, int], tolerance: float = 0.02) -> tuple[list[float | None], list[str]]:
+    numbers = {str(assigned(ranks)): n for n, (_, ranks) in enumerate(RUNGS)}
+    walk = ladder(
+        plan("ab"), {"t": tolerance}, answers(0), RUNGS, assigned, lambda held: answers(wrong[numbers[str(held)]])
+    )
+    return [step.price for step in walk.steps], [step.decision for step in walk.steps]
+
+
+def test_steps_go_from_safe_to_bold_and_each_is_a_whole_assignment() -> None:
+    wrong = {0: 0, 1: 1, 2: 8, 3: 50}
+    numbers = {str(assigned(ranks)): n for n, (_, ranks) in enumerate(RUNGS)}
+    walk = ladder(plan("ab"), {"t": 0.02}, answers(0), RUNGS, assigned, lambda held: answers(wrong[numbers[str(held)]]))
+    assert [(s.price, s.decision) for s in walk.steps] == [
+        (0.2, "accepted"),  # holds with every margin
+        (0.4, "accepted"),  # 8 of 400 are the tolerance itself: holds with none
+        (0.8, "rejected"),
+    ]
+    assert assignment_at(walk, 1) == assigned(RUNGS[1][1]) and assignment_at(walk, 1).overhead == 64
+    assert assignment_at(walk, 2) == assigned(RUNGS[2][1]) and assignment_at(walk, 2).overhead == 16
+    assert assignment_at(walk, 3) == assignment_at(walk, 2)
+    assert walk.evaluations == 3 and walk.tolerance == {"t": 0.02}
+    cutoffs = cutoff_set(walk, plan("ab"), {"t": 0.02})
+    assert [(c.steps, c.freed) for c in cutoffs.cutoffs] == [(0, 0), (1, 128 - 64), (2, 128 - 16)]
+    assert cutoffs.deepest == 2
+
+
+def test_the_margin_is_of_the_paired_change() -> None:
+    """As many answers got better as worse: no drop, but one that varies."""
+    rungs: list[tuple[float, Ranks]] = [(float(n), {"a": 40 - n}) for n in range(32)]
+    quiet = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(0))
+    loud = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(60, 60))
+    assert quiet.steps[0].price == 15.0 and loud.steps[0].price == 3.0
+    assert quiet.steps[-1].price == loud.steps[-1].price == 31.0
+    assert {s.decision for s in (*quiet.steps, *loud.steps)} == {"accepted"}
+
+
+@pytest.mark.parametrize("wrong", [300, 9])
+def test_nothing_that_holds_leaves_the_original(wrong: int) -> None:
+    prices, decisions = found(dict.fromkeys(range(4), wrong))
+    assert set(decisions) == {"rejected"} and prices[0] == 0.1
+
+
+def test_no_rungs_no_steps() -> None:
+    walk = ladder(plan("ab"), {"t": 0.02}, answers(0), [], assigned, lambda held: answers(0))
+    assert walk.steps == () and walk.evaluations == 0
+
+
+def test_nan_never_holds() -> None:
+    nan = float("nan")
+    broken = Evaluation(
+        weights="w", context="c", split="search",
+        tasks={"t": TaskResult(value=nan, higher_is_better=True, questions=(nan,) * QUESTIONS)},
+    )  # fmt: skip
+    walk = ladder(plan("ab"), {"t": 0.02}, answers(0), RUNGS, assigned, lambda held: broken)
+    assert {(s.decision, str(s.scores)) for s in walk.steps} == {("rejected", "{}")}

@@ -1,0 +1,164 @@
+"""What a plan offers a model: spectra made once, residuals in the store, assignments that are scored as they act."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sandhi_core.assignment import factor_names
+from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.evaluation.evaluator import Evaluator, merged_weights
+from sandhi_core.evaluation.inputs import Inputs
+from sandhi_core.evaluation.scorelog import ScoreLog
+from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
+from sandhi_core.records import Contributor, Fingerprint, Plan, PlannedMerge, PlannedStep, Recipe
+from sandhi_core.rungs import offers as module
+from sandhi_core.rungs.offers import Offers
+from sandhi_core.scan import fingerprint
+from sandhi_core.store import Store
+from tests.evaluation.local_tasks import choice_task
+from tests.models import tiny
+
+
+class Case:
+    """A tiny model whose every slot is offered a matrix a little off its own; the first with a joiner's plan."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.directory = tiny("llama", folder / "m", num_hidden_layers=2)
+        choice_task(folder / "tasks")
+        settings = EvaluationSettings(include_path=str(folder / "tasks"), device="cpu", dtype="float32", threads=1)
+        tasks = (TaskBudget(task="letters", metric="acc", budget=0.1),)
+        entry = ModelEntry(name="m", path=str(self.directory), tasks=tasks)
+        self.checkpoint = Checkpoint.open(self.directory, "m")
+        self.fingerprint: Fingerprint = fingerprint(self.checkpoint, folder / "scans")
+        self.log = ScoreLog(folder / "log")
+        self.evaluator = Evaluator(self.directory, self.fingerprint, entry, settings, self.log, folder / "cache")
+        self.store = Store(folder / "store")
+        self.given = {
+            slot.tensor: self.checkpoint.tensor(slot.tensor)
+            + 0.01 * torch.randn(self.fingerprint.tensor(slot.tensor).shape, generator=torch.Generator().manual_seed(n))
+            for n, slot in enumerate(self.fingerprint.slots)
+        }
+        self.shared = {name: self.store.put(name, tensor) for name, tensor in self.given.items()}
+        self.plan = Plan(
+            pool="p",
+            model="m",
+            fingerprint=self.fingerprint.digest,
+            steps=tuple(
+                PlannedStep(component=slot.component, layer=slot.layer, merges=(self.merge(n),))
+                for n, slot in enumerate(self.fingerprint.slots)
+            ),
+        )
+
+    def merge(self, number: int) -> PlannedMerge:
+        slot = self.fingerprint.slots[number]
+        models = ("a", "b") if number == 0 else ("a", "m")
+        recipe = Recipe(
+            projection=slot.projection,
+            shape=self.fingerprint.tensor(slot.tensor).shape,
+            dtype="F32",
+            method="mean",
+            rescale="none",
+            contributors=tuple(Contributor(model=m, layer=0, tensor=slot.tensor, digest=m) for m in models),
+        )
+        return PlannedMerge(tensor=slot.tensor, projection=slot.projection, nbytes=slot.nbytes, recipe=recipe)
+
+    @property
+    def offering(self) -> Offers:
+        inputs = Inputs(self.folder / "inputs", self.fingerprint, self.evaluator)
+        (self.folder / "spectra").mkdir(exist_ok=True)
+        shared = lambda recipe: self.shared[recipe.contributors[0].tensor]  # noqa: E731
+        return Offers(self.folder / "spectra", self.fingerprint, self.checkpoint, inputs, self.store, shared)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_every_planned_slot_is_offered_its_tensor(case: Case) -> None:
+    offers = case.offering.of(case.plan)
+    assert list(offers) == [slot.tensor for slot in case.fingerprint.slots]
+    first, *others = case.fingerprint.slots
+    assert offers[first.tensor].candidate.spared == first.nbytes  # it only joins
+    assert all(offers[slot.tensor].candidate.spared == slot.nbytes / 2 for slot in others)
+    for name, offer in offers.items():
+        assert offer.shared == case.shared[name]
+        assert (offer.candidate.squares[:-1] >= offer.candidate.squares[1:]).all()
+
+
+def test_spectra_are_made_once_and_again_where_they_are_lost(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = case.offering.of(case.plan)
+    real, asked = module.spectrum, []
+    monkeypatch.setattr(module, "spectrum", lambda *given: (asked.append(1), real(*given))[1])
+    name = next(iter(made))
+    before = made[name].residual(2)
+    case.offering.of(case.plan)
+    assert asked == []
+    made[name].file.unlink()
+    again = case.offering.of(case.plan)[name].residual(2)
+    assert asked == [1]
+    assert torch.equal(again.up, before.up) and torch.equal(again.down, before.down)
+
+
+def test_an_assignment_acts_as_shared_matrix_and_residual(case: Case) -> None:
+    """Scores under hooks equal those of the matrix W + B A itself, put in place by hand."""
+    offering = case.offering
+    offers = offering.of(case.plan)
+    ranks = {name: n % 4 for n, name in enumerate(offers)}
+    held = offering.assigned(offers, ranks)
+    assert held.tensors == case.shared and {n for n, r in ranks.items() if r} == held.adjustments.keys()
+    for name, adjustment in held.adjustments.items():
+        down, up = factor_names(name)
+        assert case.store.path(adjustment.down, down).is_file() and case.store.path(adjustment.up, up).is_file()
+        assert adjustment.nbytes == case.store.tensor(adjustment.up).nbytes + case.store.tensor(adjustment.down).nbytes
+
+    acting = {
+        name: case.given[name]
+        + (
+            case.store.tensor(a.up).float() @ case.store.tensor(a.down).float()
+            if (a := held.adjustments.get(name))
+            else 0.0
+        )
+        for name in offers
+    }
+    resident = case.evaluator.originals()
+    tokens = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        original = resident.model(tokens).logits
+        weights = merged_weights(case.fingerprint, held, case.store)
+        resident.hold(weights.tensors, weights.read)
+        served = resident.model(tokens).logits
+        resident.hold(dict.fromkeys(acting, "by hand"), acting.__getitem__)
+        torch.testing.assert_close(served, resident.model(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(served, original, rtol=1e-3, atol=1e-3)
+        resident.hold({}, acting.__getitem__)
+        assert torch.equal(resident.model(tokens).logits, original)
+
+
+def test_scores_know_residuals_apart(case: Case) -> None:
+    offering = case.offering
+    offers = offering.of(case.plan)
+    name = next(iter(offers))
+    keys = {
+        merged_weights(case.fingerprint, offering.assigned(offers, {name: rank}), case.store).key for rank in range(4)
+    }
+    assert len(keys) == 4
+
+
+def test_cached_layers_do_not_hide_a_residual(case: Case) -> None:
+    """Only the residual changes between two scores; the second is that of a fresh model."""
+    offering = case.offering
+    offers = offering.of(case.plan)
+    held = [offering.assigned(offers, dict.fromkeys(offers, rank)) for rank in (0, 8, 0)]
+    weights = [merged_weights(case.fingerprint, one, case.store) for one in held]
+    resident = case.evaluator.originals()
+    likelihoods = []
+    for one in weights:
+        resident.hold(one.tensors, one.read)
+        requests = case.evaluator.suite.requests("search")
+        with torch.inference_mode():
+            resident.scorer.answer(requests, one.tensors)
+        likelihoods.append([request.resps[0] for asked in requests.values() for request in asked])
+    assert likelihoods[0] != likelihoods[1] and likelihoods[0] == likelihoods[2]
