@@ -169,6 +169,19 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -
     save_file(apart, directory / WEIGHTS, metadata={"format": "pt"})
 
 
+def fine_tune(directory: Path, seed: int, moved: float) -> Path:
+    """Move every matrix of a checkpoint by normal noise of that standard deviation, as training moves weights."""
+    drawn = torch.Generator().manual_seed(seed)
+
+    def move(found: dict[str, Tensor]) -> None:
+        for name, tensor in found.items():
+            if tensor.ndim == 2:
+                found[name] = (tensor + moved * torch.randn(tensor.shape, generator=drawn)).to(tensor.dtype)
+
+    edit_tensors(directory, move)
+    return directory
+
+
 def shard(directory: Path, shards: int = 2) -> Path:
     """Turn a single-file checkpoint into one with that many shards and an index."""
     tensors = load_file(directory / WEIGHTS)

@@ -1,0 +1,87 @@
+"""Models of two bases and strangers in one pool, all of one shape: the groups stage keeps families apart."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from assets import checkpoint, groups, plan
+from assets.stage import Job, StageAsset
+from resources.bench import Bench
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.grouping_form import NO_KIN
+from sandhi_core.records import Groups, Plan
+from tests.models import fine_tune, tiny_llama
+from tests.pipelines.conftest import PoolWriter
+from tests.synthetic import PROJECTIONS, profile
+
+BASES = {"a": 1, "b": 2, "c": 1, "d": 2, "lone": 3, "odd": 4, "e": 2}
+FOUNDERS = ("a", "b", "c", "d", "lone", "odd")
+GROUP = "tiny.h32-bf16"
+LAYERS = 2
+SLOTS = LAYERS * len(PROJECTIONS)
+
+
+@pytest.fixture
+def tuned_pool(tiny_pool: PoolWriter, tmp_path: Path) -> PoolWriter:
+    """Writes a pool of fine-tunes, each of the base that it has in BASES."""
+    for seed, (name, base) in enumerate(BASES.items()):
+        fine_tune(tiny_llama(tmp_path / name, seed=base), seed=100 + seed, moved=0.05)
+    return tiny_pool
+
+
+def grouped(pool: Path, root: Path, *, regroup: bool = False) -> Bench:
+    """The stages up to the plans of a pool, each by itself; profiles are made up, because families need no score."""
+    catalogue = load_catalogue([pool])
+    bench = Bench(catalogue, Artifacts(root), lambda model, seconds: None)
+    for model in catalogue.keys("model"):
+        materialise(bench, checkpoint.STAGE, model)
+        bench.artifacts.save(("profile", model), "", {}, profile(model, LAYERS))
+    materialise(bench, groups.STAGE, GROUP, regroup)
+    for member in catalogue.keys("member"):
+        materialise(bench, plan.STAGE, member)
+    return bench
+
+
+def materialise(bench: Bench, stage: StageAsset, key: str, regroup: bool = False) -> None:
+    outcome = stage.run(Job(bench, key, regroup, lambda line: None))
+    own = Planner(bench.catalogue, bench.artifacts).own((stage.name, key))
+    bench.artifacts.save((stage.name, key), "", own, outcome.record)
+
+
+def sets(bench: Bench) -> dict[str, int]:
+    """Models that are together in a group, and in how many."""
+    found = bench.artifacts.load(Groups, "groups", GROUP).groups
+    return Counter(" ".join(slot.model for slot in group.members) for group in found)
+
+
+def sources(bench: Bench, model: str) -> set[str]:
+    """The models whose weights the plan of a model would put into it."""
+    steps = bench.artifacts.load(Plan, "plan", f"tiny.{model}").steps
+    return {c.model for step in steps for merge in step.merges for c in merge.recipe.contributors}
+
+
+def test_no_group_holds_models_of_two_bases(tuned_pool: PoolWriter, tmp_path: Path) -> None:
+    bench = grouped(tuned_pool(FOUNDERS), tmp_path / "root")
+    assert sets(bench) == {"a c": SLOTS, "b d": SLOTS, "lone odd": SLOTS}
+    assert sources(bench, "a") == sources(bench, "c") == {"a", "c"}
+    assert sources(bench, "b") == sources(bench, "d") == {"b", "d"}
+
+
+def test_one_stranger_among_families_shares_nothing(tuned_pool: PoolWriter, tmp_path: Path) -> None:
+    bench = grouped(tuned_pool(["a", "b", "c", "d", "lone"]), tmp_path / "root")
+    assert sets(bench) == {"a c": SLOTS, "b d": SLOTS}
+    left = bench.artifacts.load(Groups, "groups", GROUP).excluded
+    assert {(e.model, e.reason) for e in left} == {("lone", NO_KIN)} and len(left) == SLOTS
+    assert sources(bench, "lone") == set()
+
+
+@pytest.mark.parametrize("regroup", [False, True])
+def test_a_newcomer_goes_to_its_own_family(tuned_pool: PoolWriter, tmp_path: Path, regroup: bool) -> None:
+    root = tmp_path / "root"
+    grouped(tuned_pool(FOUNDERS), root)
+    bench = grouped(tuned_pool([*FOUNDERS, "e"]), root, regroup=regroup)
+    assert sets(bench) == {"a c": SLOTS, "b d e": SLOTS, "lone odd": SLOTS}
+    assert sources(bench, "e") == ({"b", "d", "e"} if regroup else {"b", "d"})
+    assert sources(bench, "a") == {"a", "c"}
