@@ -83,7 +83,7 @@ def prove(
         duplicates=savings.duplicates,
         claimed=savings.net,
         verified_disk=verified_disk,
-        verified_memory=min(compared.saved, savings.net),
+        verified_memory=max(min(compared.saved, savings.net), 0),
         memory=compared,
     )
 

@@ -85,3 +85,11 @@ def test_a_newcomer_goes_to_its_own_family(tuned_pool: PoolWriter, tmp_path: Pat
     assert sets(bench) == {"a c": SLOTS, "b d e": SLOTS, "lone odd": SLOTS}
     assert sources(bench, "e") == ({"b", "d", "e"} if regroup else {"b", "d"})
     assert sources(bench, "a") == {"a", "c"}
+
+
+def test_strangers_part_when_their_kin_come(tuned_pool: PoolWriter, tmp_path: Path) -> None:
+    """Whoever came first: the groups are those of a pool that begins with all of them."""
+    root = tmp_path / "root"
+    assert sets(grouped(tuned_pool(["a", "b"]), root)) == {"a b": SLOTS}
+    assert sets(grouped(tuned_pool(["a", "b", "c"]), root)) == {"a c": SLOTS}
+    assert sets(grouped(tuned_pool(["a", "b", "c", "d"]), root)) == {"a c": SLOTS, "b d": SLOTS}

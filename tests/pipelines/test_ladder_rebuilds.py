@@ -243,8 +243,14 @@ def test_a_residual_that_comes_out_otherwise_is_refused_and_the_remedy_helps(
         save_file(blocks, file)  # as another machine might have summed them
     refused = []
     while (answer := sandhi("build", pool, "--root", root))[0]:
-        named = re.search(r"remove the record (records/trajectory/\S+\.json)", answer[2])
+        named = re.search(r"remove (records/trajectory/\S+\.json)", answer[2])
         assert "differs" in answer[2] and named is not None and named[1] not in refused, answer[2]
         (root / named[1]).unlink()
         refused.append(named[1])
     assert refused and built(pool, root)["ran"] == []  # and the build that went through held every budget
+
+
+def test_side_files_and_scores_lost_are_made_again_for_the_holdout(kin: PoolWriter, pair: Line, tmp_path: Path) -> None:
+    root = rob(copied(pair, tmp_path), "scores", "records/holdout")
+    assert ran(built(kin("ab"), root)) == {("holdout", f"tiny.{m}") for m in "ab"}
+    assert files(root, "records/holdout/*.json") == files(pair.root, "records/holdout/*.json")
