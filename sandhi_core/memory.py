@@ -25,7 +25,7 @@ from sandhi_core.errors import ProofError
 from sandhi_core.records import MemoryComparison, ProcessMemory
 from sandhi_core.survey_files import SUFFIXES
 
-ENGINE = "transformers from_pretrained, one process a model, CPU"
+ENGINE = "transformers (sandhi_core.serving.load), one process a model, CPU"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
 _FIELDS = ("Rss", "Pss", "Private_Dirty")

@@ -36,9 +36,10 @@ UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 class PackedLM(TokenisedOnceLM):
     """A resident model that scores requests packed, from the lowest layer that changed.
 
-    `weights` names the tensors that are changed now (to what names their bytes); whoever changes the model's
-    weights keeps it true. `batch_tokens`: tokens computed at once. `cache`: bytes that hidden states may take, by the
-    device they live on; of devices that hold as many the first.
+    `weights` names the tensors that are changed now (to what names their bytes); whoever changes the model's weights
+    keeps it true. Where parameters were written in place or replaced and it says nothing of that, all states are
+    forgotten (what is written through `.data` is not seen). `batch_tokens`: tokens computed at once. `cache`: bytes
+    that hidden states may take, by the device they live on; of devices that hold as many the first.
     `plain` says why the model is scored plainly, where it is.
     """
 
@@ -64,6 +65,7 @@ class PackedLM(TokenisedOnceLM):
         self.drafts = Drafts(model, self.tokenizer, self._chosen, batch_tokens, border)
         self._drafted = False
         self._checked = 0  # tokens of the longest request that was scored both ways
+        self._seen: tuple[object, Mapping[str, str]] = (None, {})  # the parameters' state, under which `weights`
         self._answering: list[int] = []  # the requests of the last `answer`, by their identity
         self._halved = False
         self._following: Following | None = None
@@ -167,6 +169,7 @@ class PackedLM(TokenisedOnceLM):
     def _check(self, requests: Sequence[Request]) -> None:
         """Hold packed answers to lm-eval's own, where none as long were before, on the longest request and a few more:
         masks, positions or scaling that an architecture has and this does not know show there."""
+        self._look_for_changes()
         length, longest = max(
             ((len(r[1]) + len(r[2]), r) for r in requests), key=lambda found: found[0], default=(0, None)
         )
@@ -190,6 +193,14 @@ class PackedLM(TokenisedOnceLM):
         self._check_starts(self.sets.passing(sequences).packs, slack)
         if not any(math.isnan(theirs) for theirs, _ in own):  # which tell nothing about the model's code
             self._checked = length
+
+    def _look_for_changes(self) -> None:
+        parameters = list(self.model.parameters())
+        state = tuple((id(p), 0 if p.is_inference() else p._version) for p in parameters)
+        before, named = self._seen
+        if state != before and named == self.weights:
+            self.forget()
+        self._seen = state, dict(self.weights)
 
     def _check_starts(self, packs: Sequence[Pack], slack: float) -> None:
         """Hold passes that begin within the model to whole ones, which every pass is from then on where they differ."""

@@ -1,8 +1,9 @@
 """Any exported model, ready to run: its tensors are the mapped files, and what it adds to shared ones is applied."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
@@ -20,6 +21,7 @@ from sandhi_core.assignment import factor_names, factors_among, is_factor
 from sandhi_core.checkpoint import Checkpoint, refuse
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
+from sandhi_core.layout import MANIFEST
 from sandhi_core.rungs.residual import Residual, attach
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
@@ -41,6 +43,8 @@ def load(
     """
     directory = Path(directory).absolute()
     name = name or directory.name
+    if (directory / MANIFEST).is_file():
+        raise _wrong(directory, name, "is a whole export", remedy="give the directory of one model in it")
     if not directory.is_dir():
         raise _wrong(directory, name, "is no directory", remedy="give the directory of one model of an export")
     if index_of(directory) == ADJUSTED_INDEX:
@@ -94,7 +98,14 @@ def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "t
     model.to(device).eval()
     for weight, pair in pairs.items():
         _attach(directory, name, model, weight, *pair)
+    # transformers would save the shared matrices and leave the residuals out.
+    model.save_pretrained = partial(_unsaved, directory, name)
     return model
+
+
+def _unsaved(directory: Path, name: str, *arguments: Any, **options: Any) -> NoReturn:
+    message = "a model with residuals cannot be saved as a checkpoint: these would be left out"
+    raise _wrong(directory, name, message, remedy="copy its directory of the export instead")
 
 
 def _mapped(directory: Path, name: str) -> dict[str, Tensor]:

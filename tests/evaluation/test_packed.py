@@ -179,6 +179,26 @@ def test_only_layers_from_the_change_on_are_computed(load: Load, layers_run: lis
     assert computed("model.embed_tokens.weight") == [0, 1, 2, 3]
 
 
+def test_weights_that_change_without_a_word_are_noticed(load: Load) -> None:
+    model, tokenizer = load("llama")
+    scorer, requests = PackedLM(model, tokenizer, 4096), asked(questions=3)
+
+    def scored() -> list[float]:
+        return [value for value, _ in scorer.loglikelihood(requests, disable_tqdm=True)]
+
+    def expected() -> Any:
+        plainly = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1).loglikelihood(requests, disable_tqdm=True)
+        return pytest.approx([value for value, _ in plainly], abs=1e-4)
+
+    before, projection = scored(), model.model.layers[1].mlp.down_proj
+    with torch.no_grad():
+        projection.weight.mul_(-8.0)
+    assert expected() != before
+    assert scored() == expected()
+    projection.weight = torch.nn.Parameter(projection.weight.detach() * 2.0)
+    assert scored() == expected()
+
+
 def test_every_kind_of_request_has_its_states(load: Load, layers_run: list[int]) -> None:
     """Several settings of generation and more windows than a batch are several sets; all start at the change."""
     model, tokenizer = load("llama")

@@ -194,3 +194,16 @@ def test_names_may_lack_the_prefix(case: Case) -> None:
     assert module_of(model, EMBED) is model.get_input_embeddings()
     for nothing in ("weight", "model.layers.9.mlp.up_proj.weight", "model.layers.0.mlp.weight", GATE + "s", ""):
         assert module_of(model, nothing) is None
+
+
+def test_a_model_with_residuals_refuses_to_be_saved_without_them(halves: Case, tmp_path: Path) -> None:
+    root, _ = halves.exported()
+    with pytest.raises(CheckpointError, match="these would be left out"):
+        load(root / "single").save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_whole_export_is_no_model(halves: Case) -> None:
+    root, _ = halves.exported()
+    with pytest.raises(CheckpointError, match=r"is a whole export .give the directory of one model"):
+        load(root)
