@@ -67,10 +67,10 @@ def _walk(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float]]
 def _ladder(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float]]:
     pool, entry = job.bench.catalogue.entry(job.key)
     plan = job.bench.artifacts.load(Plan, "plan", job.key)
-    fingerprint, offering = job.bench.fingerprint(entry.name), job.bench.offers(entry, evaluator)
+    fingerprint, offering = job.bench.fingerprint(entry.name), job.bench.offers(pool, entry, evaluator)
     offers = offering.of(plan, told=job.log)
     candidates = {name: offer.candidate for name, offer in offers.items()}
-    rungs = distinct(candidates, PRICES, residuals=pool.merging.residuals == "low_rank")
+    rungs = distinct(candidates, PRICES)
 
     def score(assignment: Assignment) -> Evaluation:
         return evaluator.evaluate("search", merged_weights(fingerprint, assignment, job.bench.store))

@@ -58,13 +58,12 @@ def _batch(rows: list[Row], rng: Random) -> list[Row]:
 def _step(network: Any, learning: list[Any], optimizer: Any, batch: list[Row], pad: int, step: int) -> float:
     ids, weights = collate(batch, pad, 0.0)
     optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARMUP) * max(0.05, 1.0 - step / STEPS)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(network, ids, weights)
+    loss = loss_of(network, ids, weights)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(learning, 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if not math.isfinite(value := float(loss)):
+    if not math.isfinite(value := loss.item()):
         raise RuntimeError(f"the loss is {value} at step {step}")
     return value
 

@@ -15,7 +15,7 @@ from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.pool import ModelEntry, Pool
 from sandhi_core.recipes import SharedTensors
 from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
-from sandhi_core.rungs.offers import Offers
+from sandhi_core.rungs.offers import ALL, Offers
 from sandhi_core.store import Store
 
 R = TypeVar("R", bound=Record)
@@ -73,8 +73,8 @@ class Bench:
     def shared_tensors(self) -> SharedTensors:
         return SharedTensors(self.store, self.scans, lambda m: (self.checkpoint(m), self.fingerprint(m)))
 
-    def offers(self, entry: ModelEntry, evaluator: Evaluator) -> Offers:
-        """What the plan of one model offers it."""
+    def offers(self, pool: Pool, entry: ModelEntry, evaluator: Evaluator) -> Offers:
+        """What the plan of one model of a pool offers it."""
         fingerprint = self.fingerprint(entry.name)
         return Offers(
             self.artifacts.directory("spectra"),
@@ -83,6 +83,7 @@ class Bench:
             Inputs(self.artifacts.directory("inputs"), fingerprint, evaluator),
             self.store,
             self.shared_tensors().digest,
+            ALL if pool.merging.residuals == "low_rank" else 0,
         )
 
     def restore(self, key: str, assignment: Assignment) -> None:
@@ -100,7 +101,7 @@ class Bench:
         plan = self.artifacts.load(Plan, "plan", key)
         for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
             self.shared_tensors().digest(merge.recipe)
-        offering = self.offers(entry, self.evaluator(pool, entry))
+        offering = self.offers(pool, entry, self.evaluator(pool, entry))
         again = offering.assigned(offering.of(plan, lost), {name: a.rank for name, a in lost.items()})
         if changed := [name for name, found in again.adjustments.items() if found != lost[name]]:
             raise StoreError(

@@ -30,18 +30,19 @@ PRICES = tuple(2.0 ** (n / 4) for n in range(-80, 45))
 class Candidate:
     """One slot that may take a shared tensor of `shape` (rows, columns). `squares`: falling, what each direction of
     the difference adds to the mean squared error of the slot's outputs, as a part of their mean squared length;
-    `spared`: bytes that the pool spares where the slot shares."""
+    `spared`: bytes that the pool spares where the slot shares; `limit`: the largest rank of a residual (0: none)."""
 
     squares: npt.NDArray[np.float64]
     shape: tuple[int, ...]
     spared: float
+    limit: int
 
 
-def by_price(candidates: Mapping[str, Candidate], price: float, *, residuals: bool) -> Ranks:
+def by_price(candidates: Mapping[str, Candidate], price: float) -> Ranks:
     """The cheapest for every slot at `price`, an error for each MiB. As the price rises, ranks fall and slots share."""
     ranks = {}
     for name, candidate in candidates.items():
-        rank = int((candidate.squares > price * _mib(candidate, 1)).sum()) if residuals else 0
+        rank = min(int((candidate.squares > price * _mib(candidate, 1)).sum()), candidate.limit)
         shared = float(candidate.squares[rank:].sum()) + price * _mib(candidate, rank)
         if shared < price * candidate.spared / 2**20:
             ranks[name] = rank
@@ -58,14 +59,12 @@ def _mib(candidate: Candidate, rank: int) -> float:
     return nbytes(candidate.shape, rank) / 2**20
 
 
-def distinct(
-    candidates: Mapping[str, Candidate], prices: Sequence[float], *, residuals: bool
-) -> list[tuple[float, Ranks]]:
+def distinct(candidates: Mapping[str, Candidate], prices: Sequence[float]) -> list[tuple[float, Ranks]]:
     """The assignments at rising `prices`, from safe to bold, each once, with the first price that gives it; that of
     nothing shared left out."""
     found: list[tuple[float, Ranks]] = []
     for price in prices:
-        ranks = by_price(candidates, price, residuals=residuals)
+        ranks = by_price(candidates, price)
         if ranks and (not found or ranks != found[-1][1]):
             found.append((price, ranks))
     return found

@@ -18,6 +18,9 @@ from sandhi_core.rungs.residual import Residual, spectrum
 from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
 
+ALL = 2**31
+"""As a largest rank: whatever pays."""
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -33,7 +36,8 @@ class Offer:
 
 
 class Offers:
-    """Those of one model's plan. `folder` is where spectra are kept, `shared` gives the digest of a recipe's tensor."""
+    """Those of one model's plan. `folder` is where spectra are kept, `shared` gives the digest of a recipe's tensor,
+    `largest` is the rank that no residual goes beyond (0: none is offered)."""
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Offers:
         inputs: Inputs,
         store: Store,
         shared: Callable[[Recipe], str],
+        largest: int = ALL,
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
@@ -50,6 +55,7 @@ class Offers:
         self._inputs = inputs
         self._store = store
         self._shared = shared
+        self._largest = largest
 
     def of(
         self, plan: Plan, only: Collection[str] | None = None, told: Callable[[str], None] = lambda line: None
@@ -97,7 +103,8 @@ class Offers:
             found = spectrum(own_matrix, with_it, self._inputs.weighting(merge.tensor)).kept(own.nbytes)
             keep(file, found)
         squares = found["squares"].numpy()
-        return Offer(shared, Candidate(squares, own.shape, _spared(merge, self._fingerprint.model)), file)
+        limit = min(self._largest, len(found["down"]))
+        return Offer(shared, Candidate(squares, own.shape, _spared(merge, self._fingerprint.model), limit), file)
 
 
 TOLD_EVERY = 30.0

@@ -15,7 +15,9 @@ MATRIX = 7 * 6 * 4  # bytes
 squares = st.lists(st.floats(0.0, 4.0), min_size=6, max_size=6).map(lambda v: np.array(sorted(v, reverse=True)))
 candidates = st.dictionaries(
     st.sampled_from(["a", "b", "c"]),
-    st.builds(Candidate, squares, st.just(SHAPE), st.sampled_from([MATRIX / 2, float(MATRIX)])),
+    st.builds(
+        Candidate, squares, st.just(SHAPE), st.sampled_from([MATRIX / 2, float(MATRIX)]), st.sampled_from([0, 3, 6])
+    ),
     min_size=1,
 )
 
@@ -29,15 +31,15 @@ def spent(of: dict[str, Candidate], ranks: Ranks) -> float:
     return sum(nbytes(SHAPE, ranks[n]) if n in ranks else c.spared for n, c in of.items())
 
 
-@given(candidates, st.booleans())
-def test_a_higher_price_never_costs_more_bytes_and_only_adds_slots(of: dict[str, Candidate], residuals: bool) -> None:
-    rungs = [ranks for _, ranks in distinct(of, PRICES, residuals=residuals)]
+@given(candidates)
+def test_a_higher_price_never_costs_more_bytes_and_only_adds_slots(of: dict[str, Candidate]) -> None:
+    rungs = [ranks for _, ranks in distinct(of, PRICES)]
     for safe, bold in pairwise(rungs):
         assert spent(of, bold) <= spent(of, safe) and error(of, bold) >= error(of, safe) - 1e-12
         assert safe.keys() <= bold.keys() and all(bold[name] <= rank for name, rank in safe.items())
         assert safe != bold
     assert all(rungs)
-    assert residuals or all(rank == 0 for ranks in rungs for rank in ranks.values())
+    assert all(rank <= of[name].limit for ranks in rungs for name, rank in ranks.items())
 
 
 @given(candidates, st.sampled_from([2.0**n for n in range(-4, 20)]))
@@ -45,24 +47,24 @@ def test_no_other_assignment_is_cheaper_at_the_price(of: dict[str, Candidate], p
     def cost(ranks: Ranks) -> float:
         return error(of, ranks) + price * spent(of, ranks) / 2**20
 
-    found = cost(by_price(of, price, residuals=True))
-    for choice in product([None, *range(7)], repeat=len(of)):
+    found = cost(by_price(of, price))
+    for choice in product(*([None, *range(candidate.limit + 1)] for candidate in of.values())):
         other = {name: rank for name, rank in zip(of, choice, strict=True) if rank is not None}
         assert found <= cost(other) + 1e-9
 
 
 def test_what_costs_more_than_it_spares_stays_private() -> None:
-    expensive = Candidate(np.array([4.0, 3.0, 2.0, 1.0, 1.0, 1.0]), SHAPE, spared=float(MATRIX))
-    for _, ranks in distinct({"w": expensive}, PRICES, residuals=True):
+    expensive = Candidate(np.array([4.0, 3.0, 2.0, 1.0, 1.0, 1.0]), SHAPE, spared=float(MATRIX), limit=6)
+    for _, ranks in distinct({"w": expensive}, PRICES):
         assert nbytes(SHAPE, ranks["w"]) < MATRIX
 
 
 def test_equal_matrices_are_shared_at_any_price() -> None:
-    assert distinct({"w": Candidate(np.zeros(6), SHAPE, 1.0)}, PRICES, residuals=True) == [(PRICES[0], {"w": 0})]
+    assert distinct({"w": Candidate(np.zeros(6), SHAPE, 1.0, 6)}, PRICES) == [(PRICES[0], {"w": 0})]
 
 
 def test_a_slot_that_spares_nothing_is_never_shared() -> None:
-    assert distinct({"w": Candidate(np.ones(6), SHAPE, 0.0)}, PRICES, residuals=True) == []
+    assert distinct({"w": Candidate(np.ones(6), SHAPE, 0.0, 6)}, PRICES) == []
 
 
 @pytest.mark.parametrize("rank", [0, 3])

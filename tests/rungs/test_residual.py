@@ -49,9 +49,9 @@ def test_equal_matrices_leave_no_error_and_a_matrix_of_nought_takes_none() -> No
     assert not spectrum(own, own.clone(), on).squares.any()
     assert not spectrum(torch.zeros(7, 6), torch.zeros(7, 6), on).squares.any()
     zero = spectrum(torch.zeros(7, 6), own, on)
-    candidate = Candidate(zero.squares.numpy(), (7, 6), 7 * 6 * 4.0)
-    assert distinct({"w": candidate}, PRICES, residuals=False) == []
-    assert all(ranks == {"w": 6} for _, ranks in distinct({"w": candidate}, PRICES, residuals=True))
+    with_none, with_any = (Candidate(zero.squares.numpy(), (7, 6), 7 * 6 * 4.0, limit) for limit in (0, 6))
+    assert distinct({"w": with_none}, PRICES) == []
+    assert all(ranks == {"w": 6} for _, ranks in distinct({"w": with_any}, PRICES))
 
 
 @pytest.mark.parametrize(("limit", "rank"), [(0, 0), (nbytes((7, 6), 2), 2), (nbytes((7, 6), 3) - 1, 2), (10**6, 6)])
