@@ -44,6 +44,7 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("merging", "residuals"), "low_rank", ("search", "strategy"), "walk", "ladder"),
     (("merging", "residuals"), "low_rank", ("deploy", "engine"), "vllm", "transformers"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
+    (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
     # A ladder looks for the budgets themselves, in whole assignments.
     (("search", "tolerance"), _SET, ("search", "strategy"), "walk", "walk"),
@@ -57,7 +58,7 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
 def _combined(data: dict[str, Any]) -> Iterator[Fault]:
     for loc, value, other, default, needed in _COMBINED:
         given, found = _at(data, loc, None), _at(data, other, default)
-        if given is not None and (value is _SET or given == value) and found != needed:
+        if given not in (None, []) and (value is _SET or given == value) and found != needed:
             name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))
             yield Fault(
                 loc,
