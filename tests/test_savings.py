@@ -12,7 +12,7 @@ def model(name: str, *tensors: TensorInfo) -> Fingerprint:
 
 
 def matrix(name: str, digest: str, nbytes: int = MIN_SHARED_BYTES) -> TensorInfo:
-    return tensor(name, (nbytes // 2,), digest)
+    return tensor(name, (nbytes // 2, 1), digest)
 
 
 def assign(**tensors: dict[str, str]) -> dict[str, Assignment]:
