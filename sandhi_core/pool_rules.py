@@ -62,9 +62,13 @@ def _combined(data: dict[str, Any]) -> Iterator[Fault]:
             name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))
             yield Fault(
                 loc,
-                f"{name}: {str(given).lower()} needs {wanted}: {needed}, not {found}",
+                f"{name}: {_said(given)} needs {wanted}: {needed}, not {found}",
                 f"set {wanted}: {needed}, or leave {name} out",
             )
+
+
+def _said(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
 
 
 def _at(data: dict[str, Any], loc: Loc, default: object) -> object:
