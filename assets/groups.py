@@ -4,6 +4,7 @@ from collections import Counter
 from functools import partial
 
 from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.besides import besides
 from sandhi_core.grouping import make_groups
 from sandhi_core.kinship import families
 from sandhi_core.records import Groups, Profile
@@ -20,6 +21,7 @@ def run(job: Job) -> Outcome:
         earlier = artifacts.load(Groups, "groups", job.key)
     fingerprints = {m: job.bench.fingerprint(m) for m in models}
     related = families(fingerprints, partial(row_statistics, job.bench.scans)) if grouping.candidates == "wide" else {}
+    beside = {m: besides(job.bench.checkpoint(m), fingerprints[m], grouping.besides) for m in models}
     record = make_groups(
         pool.name,
         job.key,
@@ -30,6 +32,7 @@ def run(job: Job) -> Outcome:
         pool.profile.gate,
         earlier,
         related,
+        beside,
     )
     reasons = Counter(e.reason for e in record.excluded)
     return Outcome(

@@ -23,6 +23,10 @@ INPUT_PASSES = 2
 """Over the profile split, of a model whose moments fit 2 GiB; larger ones take more."""
 
 
+USE_PASSES = 2
+"""Likewise, to see what norms and embeddings act on, where these may be shared."""
+
+
 class CompatibleModels(Record):
     """One partition of the `groups` stage: `sets` is how many sets of same-layer slots could share a tensor."""
 
@@ -70,12 +74,16 @@ def forecast(
         evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
         if stage == "trajectory" and pool.search.strategy == "ladder":
             written += sum(ladder_bytes(fingerprints[m]) for m in models)
+            evaluations += USE_PASSES * len(models) if pool.grouping.besides else 0
         if stage == "merged_weights":
             written += sum(fingerprints[m].nbytes for m in models)
         if stage == "groups":
             slots = [s for place in shared.values() for s in place if s.model in models]
             read += sum(s.nbytes for s in slots)
             written += sum(place[0].nbytes for place in shared.values() if place[0].model in models)
+            if pool.grouping.besides:
+                rest = [_beside(fingerprints[m]) for m in models]
+                read, written = read + sum(rest), written + max(rest, default=0)
     groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
     alone = {m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()}
     return Forecast(
@@ -127,6 +135,11 @@ def ladder_bytes(fingerprint: Fingerprint) -> int:
     of 4096 columns."""
     sources = (fingerprint.tensor(s.tensor).shape[1] for s in fingerprint.slots if s.projection not in ("k", "v", "up"))
     return sum(s.nbytes for s in fingerprint.slots) + sum(4 * width * min(width, 4096) for width in sources)
+
+
+def _beside(fingerprint: Fingerprint) -> int:
+    """Bytes of a model's tensors that are no projections."""
+    return fingerprint.nbytes - sum(slot.nbytes for slot in fingerprint.slots)
 
 
 def _tried(steps: int, pool: Pool) -> int:

@@ -142,7 +142,7 @@ def own_inputs(
         pool = catalogue.pools[key.partition(".")[0]]
         return {
             "models": catalogue.members(key),
-            "grouping": pool.grouping.model_dump(mode="json"),
+            "grouping": _grouping(pool),
             "merging": pool.merging.model_dump(mode="json"),
             "gate": pool.profile.gate,
         }
@@ -156,7 +156,7 @@ def own_inputs(
         case "profile":
             return {"scoring": scoring(pool, entry), "seeds": pool.profile.seeds, "noise": pool.profile.noise}
         case "plan":
-            return {"grouping": pool.grouping.model_dump(mode="json"), "gate": pool.profile.gate}
+            return {"grouping": _grouping(pool), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
             ladder = [LADDER_VERSION, pool.merging.residuals] if pool.search.strategy == "ladder" else None
@@ -165,6 +165,12 @@ def own_inputs(
             return {"budgets": budgets}
         case _:
             return {"scoring": scoring(pool, entry), "budgets": budgets, "quality": pool.holdout.quality}
+
+
+def _grouping(pool: Pool) -> dict[str, Any]:
+    """A pool that shares projections alone has the inputs that it had before anything else could be shared."""
+    left_out = None if pool.grouping.besides else {"besides"}
+    return pool.grouping.model_dump(mode="json", exclude=left_out)
 
 
 def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], Any]) -> Any:

@@ -7,8 +7,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from sandhi_core.architectures import ORDER
+from sandhi_core.besides import Besides
 from sandhi_core.grouping_order import Place
 from sandhi_core.kinship import STRANGERS
 from sandhi_core.pool import GroupingSettings, MergingSettings
@@ -21,6 +23,7 @@ Where = tuple[str, int, str]
 
 NO_PARTNER = "no other model has a matrix of this shape, dtype and meaning in this layer"
 NO_KIN = "the models with such a matrix in this layer were trained from other weights"
+OTHER_TOKENS = "its tokens have other numbers than those of the models with such embeddings"
 NOT_CLUSTERED = "clustered with no other model's matrix"
 DISTURBED = "noise in its component costs more than the gate"
 DUPLICATE = "exact duplicate: the bytes are equal already, shared without a merge"
@@ -41,7 +44,8 @@ class Formed:
 class Former:
     """Forms groups of the slots of `fingerprints`. `tolerant`: model to the components whose noise drop is
     within the gate; only these take part in `reference` candidates. `families`: model to what `wide` ones keep apart;
-    models that are not named are one family."""
+    models that are not named are one family. `besides`: by model, what else may be shared than projections; embeddings
+    of other vocabularies are kept apart as families are."""
 
     def __init__(
         self,
@@ -50,28 +54,41 @@ class Former:
         grouping: GroupingSettings,
         merging: MergingSettings,
         families: Mapping[str, str],
+        besides: Mapping[str, Besides],
     ) -> None:
         self.candidates = grouping.candidates
-        self.slots = [s for _, f in sorted(fingerprints.items()) for s in f.slots]
+        beside = {m: besides.get(m, Besides()) for m in fingerprints}
+        self.slots = [s for m, f in sorted(fingerprints.items()) for s in (*f.slots, *beside[m].slots)]
         self._tensors = {(m, t.name): t for m, f in fingerprints.items() for t in f.tensors}
         self._tolerant = tolerant
         self._merging = merging
         self._families = families
+        self._vocabularies = {model: found.vocabulary for model, found in beside.items()}
+        self._kin = Counter((s.layer, s.key, families.get(s.model, STRANGERS)) for s in self.slots)
 
     def home(self, slot: Slot) -> tuple[int, str, str]:
         """What `wide` slots must agree in to be of one group: layer, compatibility key, family."""
         return slot.layer, slot.key, self.family(slot)
 
     def family(self, slot: Slot) -> str:
-        """What the slot's model is kin of; one and the same for all where nothing is kept apart."""
-        return self._families.get(slot.model, STRANGERS)
+        """What the slot's model is kin of; one and the same for all where nothing is kept apart. Of embeddings also by
+        vocabulary."""
+        family = self._families.get(slot.model, STRANGERS)
+        return f"{family} {self._vocabularies[slot.model]}" if slot.component == "embeddings" else family
+
+    def apart(self, slot: Slot) -> str:
+        """Why a slot cannot join any of those that agree with it in layer and key."""
+        kin = self._kin[slot.layer, slot.key, self._families.get(slot.model, STRANGERS)]
+        return OTHER_TOKENS if slot.component == "embeddings" and kin > 1 else NO_KIN
 
     def form(self, slots: Sequence[Slot]) -> Formed:
         """Groups of `slots` among themselves. A set whose bytes are all equal needs no recipe."""
         eligible = [s for s in slots if self.eligible(s)]
         sets = self._wide(eligible) if self.candidates == "wide" else self._reference(eligible)
         met = Counter((s.layer, s.key) for s in eligible)
-        reasons = {where(s): DISTURBED for s in slots} | {where(s): self._alone(met[s.layer, s.key]) for s in eligible}
+        reasons = {where(s): DISTURBED for s in slots} | {
+            where(s): self._alone(s, met[s.layer, s.key]) for s in eligible
+        }
         groups = []
         for stage, members in sets:
             if len({s.digest for s in members}) == 1:
@@ -81,11 +98,11 @@ class Former:
         grouped = {where(s) for g in groups for s in g.members}
         return Formed(tuple(groups), {w: reason for w, reason in reasons.items() if w not in grouped})
 
-    def _alone(self, met: int) -> str:
+    def _alone(self, slot: Slot, met: int) -> str:
         """Why a slot is in no group, of so many that agree in layer and key."""
         if self.candidates == "reference":
             return NOT_CLUSTERED
-        return NO_KIN if met > 1 else NO_PARTNER
+        return self.apart(slot) if met > 1 else NO_PARTNER
 
     def eligible(self, slot: Slot) -> bool:
         return self.candidates == "wide" or (slot.component, slot.layer) in self._tolerant[slot.model]
@@ -97,8 +114,7 @@ class Former:
             projection=slots[0].projection,
             shape=info.shape,
             dtype=info.dtype,
-            method=self._merging.methods[0],
-            rescale=self._merging.rescale,
+            **self._how(slots[0].projection),
             contributors=tuple(
                 Contributor(model=s.model, layer=s.layer, tensor=s.tensor, digest=s.digest) for s in slots
             ),
@@ -112,8 +128,14 @@ class Former:
             slot = now.get((c.model, c.layer, recipe.projection))
             update = {"tensor": slot.tensor, "digest": slot.digest} if slot is not None else {}
             pinned.append(c.model_copy(update=update))
-        method = {"method": self._merging.methods[0], "rescale": self._merging.rescale}
-        return recipe.model_copy(update={"contributors": tuple(pinned), **method})
+        return recipe.model_copy(update={"contributors": tuple(pinned), **self._how(recipe.projection)})
+
+    def _how(self, projection: str) -> dict[str, Any]:
+        """Method and rescaling. What is no projection is averaged as it is: rows of embeddings are tokens, and norms
+        have no rows."""
+        if projection not in ORDER:
+            return {"method": "mean", "rescale": "none"}
+        return {"method": self._merging.methods[0], "rescale": self._merging.rescale}
 
     def _info(self, slot: Slot) -> TensorInfo:
         return self._tensors[slot.model, slot.tensor]

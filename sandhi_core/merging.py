@@ -30,7 +30,7 @@ def merge(
     *,
     block_bytes: int = BLOCK_BYTES,
 ) -> Tensor:
-    """The recipe's tensor, of its shape (rows, columns) and dtype.
+    """The recipe's tensor, of its shape (rows, columns; a vector is one row) and dtype.
 
     `tensors` and, for `rescale: common`, `rows` (float32 row means and population standard deviations) are
     those of the contributors, in the recipe's order. The bytes depend on neither `block_bytes` nor the
@@ -42,10 +42,11 @@ def merge(
     if (rows is not None) != (recipe.rescale == "common"):
         raise ValueError("row statistics belong to `rescale: common`, and only to it")
     _check(recipe, tensors)
-    height, width = recipe.shape
+    height, width = recipe.shape if len(recipe.shape) == 2 else (1, *recipe.shape)
     target = _common(rows) if rows is not None else None
     step = max(1, block_bytes // (4 * width))
-    merged = torch.empty(recipe.shape, dtype=DTYPES[recipe.dtype])
+    tensors = [t.reshape(height, width) for t in tensors]
+    merged = torch.empty(height, width, dtype=DTYPES[recipe.dtype])
     for start in range(0, height, step):
         block = slice(start, min(start + step, height))
         mean = _mean([t[block] for t in tensors])
@@ -54,7 +55,7 @@ def merge(
         merged[block] = mean.to(merged.dtype)
         if not bool(torch.isfinite(merged[block]).all()):
             _refuse(recipe.contributors[0], "the merged tensor is not finite", "leave these models' slot out")
-    return merged
+    return merged.reshape(recipe.shape)
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

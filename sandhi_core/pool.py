@@ -160,8 +160,18 @@ class ProfileSettings(Section):
 
 class GroupingSettings(Section):
     candidates: Literal["wide", "reference"] = "wide"
+    besides: Annotated[tuple[Literal["norms", "embeddings"], ...], Field(strict=False)] = ()
+    """What may be shared beside projections: `norms` (their weights, and biases), `embeddings` (and heads, of models
+    whose tokens have the same numbers). Needs `search: strategy: ladder`."""
     on_new_model: Literal["join", "regroup"] = "join"
     on_removed_model: Literal["reform", "keep"] = "reform"
+
+    @field_validator("besides")
+    @classmethod
+    def _each_kind_once(cls, besides: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(besides)) < len(besides):
+            raise FieldError("one of these is listed twice", "remove one of the two")
+        return besides
 
 
 class SearchSettings(Section):

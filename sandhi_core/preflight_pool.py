@@ -237,7 +237,7 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
             file=str(existing),
         )
         return
-    least, most = _bytes_written(fingerprints)
+    least, most = _bytes_written(fingerprints, bool(pool.grouping.besides))
     if pool.search.strategy == "ladder":
         most += sum(map(ladder_bytes, fingerprints.values()))
     free = shutil.disk_usage(existing).free
@@ -252,13 +252,18 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
         )
 
 
-def _bytes_written(fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
-    """Bytes of an export and of the shared tensors tried for it: at least, and at most."""
+def _bytes_written(fingerprints: Mapping[str, Fingerprint], besides: bool) -> tuple[int, int]:
+    """Bytes of an export and of the shared tensors tried for it: at least, and at most. `besides`: whether more than
+    projections may be shared, of which at most all tensors with one name and shape are."""
     tensors = {t.digest: t.nbytes for f in fingerprints.values() for t in f.tensors}
-    sets: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    sets: dict[tuple[object, ...], list[tuple[str, int]]] = {}
     for fingerprint in fingerprints.values():
         for slot in fingerprint.slots:
             sets.setdefault((slot.key, slot.layer), []).append((slot.digest, slot.nbytes))
+        slots = {slot.tensor for slot in fingerprint.slots}
+        for tensor in fingerprint.tensors if besides else ():
+            if tensor.name not in slots:
+                sets.setdefault((tensor.name, tensor.shape, tensor.dtype), []).append((tensor.digest, tensor.nbytes))
     shareable = [members for members in sets.values() if len(members) > 1]
     could_go = dict(member for members in shareable for member in members)
     least = sum(n for digest, n in tensors.items() if digest not in could_go)

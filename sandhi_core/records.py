@@ -11,7 +11,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-Component = Literal["attn", "mlp"]
+Component = Literal["attn", "mlp", "norms", "embeddings"]
+"""What a slot belongs to: the attention or the MLP of a layer, or what lies beside the projections: norms (with the
+biases) of a layer or outside of all, embeddings (with the head). Only the first two are profiled and walked."""
 Split = Literal["profile", "search", "holdout"]
 Scores = dict[str, float]
 """Task name to the value of that task's metric, in the metric's own unit and direction."""
@@ -69,7 +71,9 @@ class TensorInfo(Part):
 
 
 class Slot(Part):
-    """One projection of one model: where it is and what must agree before it may share a tensor."""
+    """One projection of one model: where it is and what must agree before it may share a tensor. Or, where a pool asks
+    for it, what lies beside the projections: then `projection` is its name below the layer (norm.weight), and `layer`
+    is -1 outside of all layers."""
 
     model: str
     layer: int
@@ -96,6 +100,12 @@ class Fingerprint(Record):
 
     def tensor(self, name: str) -> TensorInfo:
         return next(t for t in self.tensors if t.name == name)
+
+    @property
+    def in_order(self) -> tuple[str, ...]:
+        """Names of all tensors: the slots' in their order, then the others'."""
+        slots = {slot.tensor: None for slot in self.slots}
+        return (*slots, *(t.name for t in self.tensors if t.name not in slots))
 
     @property
     def nbytes(self) -> int:

@@ -290,6 +290,12 @@ def entry(**budgets: float) -> ModelEntry:
             "search.early_rejection: true needs search.strategy: walk, not ladder",
         ),
         ("profile: {noise: false}\n", "profile.noise: false needs search.strategy: ladder, not walk"),
+        (
+            "grouping: {besides: [norms, embeddings]}\n",
+            "grouping.besides: norms, embeddings needs search.strategy: ladder, not walk",
+        ),
+        ("grouping: {besides: [norms, norms]}\nsearch: {strategy: ladder}\n", "one of these is listed twice"),
+        ("grouping: {besides: [projections]}\nsearch: {strategy: ladder}\n", "grouping.besides"),
     ],
 )
 def test_settings_that_need_others_say_which(tmp_path: Path, sections: str, message: str) -> None:

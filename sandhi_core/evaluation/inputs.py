@@ -14,6 +14,7 @@ from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
+from sandhi_core.evaluation.uses import Uses
 from sandhi_core.records import Fingerprint, Slot, Split, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION
 from sandhi_core.rungs.grams import BLOCK, Gram, GramSum
@@ -28,11 +29,12 @@ MEMORY = 2 * 2**30
 
 
 class Inputs:
-    """Those of one model on its profile split, collected when first asked for."""
+    """Those of one model on its profile split, collected when first asked for. `uses`: what other tensors act on."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, evaluator: Evaluator) -> None:
         self.key = digest_of([LADDER_VERSION, fingerprint.digest, evaluator.contexts["profile"]])
         self._folder = folder / self.key
+        self.uses = Uses(self._folder, fingerprint, evaluator)
         self._slots = fingerprint.slots
         self._evaluator = evaluator
         self._last: tuple[str, Weighting] | None = None

@@ -28,9 +28,10 @@ PRICES = tuple(2.0 ** (n / 4) for n in range(-80, 45))
 
 @dataclass(frozen=True)
 class Candidate:
-    """One slot that may take a shared tensor of `shape` (rows, columns). `squares`: falling, what each direction of
-    the difference adds to the mean squared error of the slot's outputs, as a part of their mean squared length;
-    `spared`: bytes that the pool spares where the slot shares; `limit`: the largest rank of a residual (0: none)."""
+    """One slot that may take a shared tensor of `shape` (rows, columns; a vector is one column). `squares`: falling,
+    what each direction of the difference adds to the mean squared error of the slot's outputs, as a part of their mean
+    squared length (of what takes no residual: each place where it acts); `spared`: bytes that the pool spares where the
+    slot shares; `limit`: the largest rank of a residual (0: none)."""
 
     squares: npt.NDArray[np.float64]
     shape: tuple[int, ...]

@@ -9,11 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
+from sandhi_core.architectures import ARCHITECTURES
 from sandhi_core.assignment import Assignment, factor_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Contributor, Fingerprint, Plan, PlannedMerge, Recipe, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION, Candidate, Ranks
+from sandhi_core.rungs.plain import plain_squares
 from sandhi_core.rungs.residual import Residual, spectrum
 from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
@@ -24,7 +28,8 @@ ALL = 2**31
 
 @dataclass(frozen=True)
 class Offer:
-    """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it."""
+    """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it (of
+    what is no projection: with its error alone)."""
 
     shared: str
     candidate: Candidate
@@ -60,10 +65,10 @@ class Offers:
     def of(
         self, plan: Plan, only: Collection[str] | None = None, told: Callable[[str], None] = lambda line: None
     ) -> dict[str, Offer]:
-        """By tensor name (of all, or `only` some), in the order of the fingerprint's slots. Raises what making a tensor
+        """By tensor name (of all, or `only` some), in the order of the fingerprint. Raises what making a tensor
         or collecting the inputs raises."""
         merges = {m.tensor: m for step in plan.steps for m in step.merges if only is None or m.tensor in only}
-        names = [slot.tensor for slot in self._fingerprint.slots if slot.tensor in merges]
+        names = [name for name in self._fingerprint.in_order if name in merges]
         offers, begun, last = {}, time.monotonic(), time.monotonic()
         for done, name in enumerate(names, 1):
             offers[name] = self._offer(merges[name])
@@ -99,12 +104,21 @@ class Offers:
         file = self._folder / f"{key}.safetensors"
         found = kept(file)
         if found is None:
-            own_matrix, with_it = self._checkpoint.tensor(merge.tensor), self._store.tensor(shared)
-            found = spectrum(own_matrix, with_it, self._inputs.weighting(merge.tensor)).kept(own.nbytes)
+            found = self._compared(merge.tensor, shared, own.nbytes)
             keep(file, found)
         squares = found["squares"].numpy()
-        limit = min(self._largest, len(found["down"]))
-        return Offer(shared, Candidate(squares, own.shape, _spared(merge, self._fingerprint.model), limit), file)
+        limit = min(self._largest, len(found["down"])) if "down" in found else 0
+        shape = own.shape if len(own.shape) == 2 else (*own.shape, 1)
+        return Offer(shared, Candidate(squares, shape, _spared(merge, self._fingerprint.model), limit), file)
+
+    def _compared(self, name: str, shared: str, limit: int) -> dict[str, Tensor]:
+        """What is kept of the difference of a tensor from a shared one; `limit`: bytes of directions."""
+        own, with_it = self._checkpoint.tensor(name), self._store.tensor(shared)
+        if any(slot.tensor == name for slot in self._fingerprint.slots):
+            return spectrum(own, with_it, self._inputs.weighting(name)).kept(limit)
+        norm = own.ndim == 1 and name.endswith(".weight")
+        offset = 1.0 if norm and ARCHITECTURES[self._fingerprint.model_type].norm == "1+w" else 0.0
+        return {"squares": plain_squares(own, with_it, self._inputs.uses.of(name), offset)}
 
 
 TOLD_EVERY = 30.0
