@@ -43,6 +43,8 @@ _SET = object()  # any value that is written
 _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("merging", "residuals"), "low_rank", ("search", "strategy"), "walk", "ladder"),
     (("merging", "residuals"), "low_rank", ("deploy", "engine"), "vllm", "transformers"),
+    (("merging", "affine"), "rows", ("search", "strategy"), "walk", "ladder"),
+    (("merging", "affine"), "rows", ("deploy", "engine"), "vllm", "transformers"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
     # A ladder looks for the budgets themselves, in whole assignments.

@@ -9,12 +9,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandhi_core.assignment import Assignment, factor_names
+from torch import Tensor
+
+from sandhi_core.assignment import Assignment, factor_names, vector_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Contributor, Fingerprint, Plan, PlannedMerge, Recipe, digest_of
-from sandhi_core.rungs.allotment import LADDER_VERSION, Candidate, Ranks
-from sandhi_core.rungs.residual import Residual, spectrum
+from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks
+from sandhi_core.rungs.residual import Residual, cut, spectrum
 from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
 
@@ -24,20 +26,23 @@ ALL = 2**31
 
 @dataclass(frozen=True)
 class Offer:
-    """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it."""
+    """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it;
+    `scaled`: that of what differs once rows are scaled and shifted."""
 
     shared: str
     candidate: Candidate
     file: Path
+    scaled: Path | None = None
 
-    def residual(self, rank: int) -> Residual:
-        found = kept(self.file) or {}
-        return Residual(found["up"][:, :rank].contiguous(), found["down"][:rank].contiguous())
+    def residual(self, bid: Bid) -> Residual:
+        file = self.scaled if bid.affine and self.scaled else self.file
+        return cut(kept(file) or {}, bid.rank)
 
 
 class Offers:
     """Those of one model's plan. `folder` is where spectra are kept, `shared` gives the digest of a recipe's tensor,
-    `largest` is the rank that no residual goes beyond (0: none is offered)."""
+    `largest` is the rank that no residual goes beyond (0: none is offered), `affine` whether rows are scaled and
+    shifted where that pays."""
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class Offers:
         store: Store,
         shared: Callable[[Recipe], str],
         largest: int = ALL,
+        affine: bool = False,
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
@@ -56,6 +62,7 @@ class Offers:
         self._store = store
         self._shared = shared
         self._largest = largest
+        self._affine = affine
 
     def of(
         self, plan: Plan, only: Collection[str] | None = None, told: Callable[[str], None] = lambda line: None
@@ -76,35 +83,47 @@ class Offers:
     def assigned(self, offers: Mapping[str, Offer], ranks: Ranks) -> Assignment:
         """The assignment of these ranks, its residuals in the store."""
         adjustments = {}
-        for name, rank in ranks.items():
-            if rank:
-                adjustments[name] = self.adjustment(name, offers[name].residual(rank))
+        for name, bid in ranks.items():
+            if bid.rank or bid.affine:
+                adjustments[name] = self.adjustment(name, offers[name].residual(bid))
         return Assignment({name: offers[name].shared for name in ranks}, adjustments)
 
     def adjustment(self, name: str, residual: Residual) -> Adjustment:
         """A residual of the tensor `name`, kept in the store."""
-        down, up = factor_names(name)
+        parts = dict(zip(factor_names(name), (residual.down, residual.up), strict=True))
+        parts |= zip(vector_names(name), (residual.scale, residual.shift), strict=True)
+        digests = ("" if part is None else self._store.put(one, part) for one, part in parts.items())
+        down, up, scale, shift = digests
         return Adjustment(
-            kind="low_rank",
+            kind="affine" if scale else "low_rank",
             nbytes=residual.nbytes,
             rank=residual.rank,
-            down=self._store.put(down, residual.down),
-            up=self._store.put(up, residual.up),
+            down=down,
+            up=up,
+            scale=scale,
+            shift=shift,
         )
 
     def _offer(self, merge: PlannedMerge) -> Offer:
         shared = self._shared(merge.recipe)
-        own = self._fingerprint.tensor(merge.tensor)
-        key = digest_of([LADDER_VERSION, own.digest, shared, self._inputs.key, merge.tensor])
+        shape, spared = self._fingerprint.tensor(merge.tensor).shape, _spared(merge, self._fingerprint.model)
+        file, found = self._spectrum(merge.tensor, shared, affine=False)
+        squares, limit = found["squares"].numpy(), min(self._largest, len(found["down"]))
+        if not self._affine:
+            return Offer(shared, Candidate(squares, shape, spared, limit), file)
+        scaled, found = self._spectrum(merge.tensor, shared, affine=True)
+        return Offer(shared, Candidate(squares, shape, spared, limit, found["squares"].numpy()), file, scaled)
+
+    def _spectrum(self, name: str, shared: str, affine: bool) -> tuple[Path, Mapping[str, Tensor]]:
+        own = self._fingerprint.tensor(name)
+        key = digest_of([LADDER_VERSION, own.digest, shared, self._inputs.key, name, *["affine"] * affine])
         file = self._folder / f"{key}.safetensors"
         found = kept(file)
         if found is None:
-            own_matrix, with_it = self._checkpoint.tensor(merge.tensor), self._store.tensor(shared)
-            found = spectrum(own_matrix, with_it, self._inputs.weighting(merge.tensor)).kept(own.nbytes)
+            own_matrix, with_it = self._checkpoint.tensor(name), self._store.tensor(shared)
+            found = spectrum(own_matrix, with_it, self._inputs.weighting(name, affine)).kept(own.nbytes)
             keep(file, found)
-        squares = found["squares"].numpy()
-        limit = min(self._largest, len(found["down"]))
-        return Offer(shared, Candidate(squares, own.shape, _spared(merge, self._fingerprint.model), limit), file)
+        return file, found
 
 
 TOLD_EVERY = 30.0
