@@ -25,7 +25,7 @@ from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.holdout import walk_holdout
 from sandhi_core.pool import ModelEntry, Pool, load_pool
 from sandhi_core.records import Evaluation, Fingerprint, HoldoutScore, Plan, Profile, Quality, Split, Trajectory
-from sandhi_core.rungs.allotment import PRICES, Candidate, Ranks, distinct, nbytes
+from sandhi_core.rungs.allotment import PRICES, Bid, Candidate, Ranks, distinct, nbytes
 from sandhi_core.rungs.ladder import ladder
 from sandhi_core.savings import savings
 
@@ -103,7 +103,7 @@ def _within(candidate: Candidate, limit: float) -> int | None:
 def _each_once(assignments: Iterator[tuple[float, dict[str, int | None]]]) -> Rungs:
     found: Rungs = []
     for number, chosen in assignments:
-        ranks = {name: rank for name, rank in chosen.items() if rank is not None}
+        ranks = {name: Bid(rank) for name, rank in chosen.items() if rank is not None}
         if ranks and (not found or ranks != found[-1][1]):
             found.append((float(number), ranks))
     return found

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sandhi_core.artifacts import Artifacts
-from sandhi_core.assignment import Assignment
+from sandhi_core.assignment import Assignment, parts_of
 from sandhi_core.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.evaluation.evaluator import Evaluator
@@ -15,6 +15,7 @@ from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.pool import ModelEntry, Pool
 from sandhi_core.recipes import SharedTensors
 from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
+from sandhi_core.rungs.allotment import Bid
 from sandhi_core.rungs.offers import ALL, Offers
 from sandhi_core.store import Store
 
@@ -84,6 +85,7 @@ class Bench:
             self.store,
             self.shared_tensors().digest,
             ALL if pool.merging.residuals == "low_rank" else 0,
+            pool.merging.affine == "rows",
         )
 
     def restore(self, key: str, assignment: Assignment) -> None:
@@ -92,7 +94,7 @@ class Bench:
         Raises StoreError where a residual comes out otherwise: then it is not what was scored.
         """
         lost = {
-            n: a for n, a in assignment.adjustments.items() if not (self.store.has(a.up) and self.store.has(a.down))
+            n: a for n, a in assignment.adjustments.items() if not all(map(self.store.has, parts_of(n, a).values()))
         }
         gone = {name for name, digest in assignment.tensors.items() if not self.store.has(digest)} | lost.keys()
         if not gone:
@@ -102,7 +104,9 @@ class Bench:
         for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
             self.shared_tensors().digest(merge.recipe)
         offering = self.offers(pool, entry, self.evaluator(pool, entry))
-        again = offering.assigned(offering.of(plan, lost), {name: a.rank for name, a in lost.items()})
+        again = offering.assigned(
+            offering.of(plan, lost), {n: Bid(a.rank, a.kind == "affine") for n, a in lost.items()}
+        )
         if changed := [name for name, found in again.adjustments.items() if found != lost[name]]:
             raise StoreError(
                 "the residual that was scored is lost, and what is made in its place differs",

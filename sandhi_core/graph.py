@@ -159,8 +159,11 @@ def own_inputs(
             return {"grouping": _grouping(pool), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
-            ladder = [LADDER_VERSION, pool.merging.residuals] if pool.search.strategy == "ladder" else None
-            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder}
+            merging = pool.merging
+            # Named only where it is on: pools without it keep what they have.
+            ladder = [LADDER_VERSION, merging.residuals, *(["affine"] if merging.affine == "rows" else [])]
+            by_ladder = pool.search.strategy == "ladder"
+            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder if by_ladder else None}
         case "cutoffs":
             return {"budgets": budgets}
         case _:

@@ -206,6 +206,9 @@ class MergingSettings(Section):
     residuals: Literal["none", "low_rank"] = "none"
     """`low_rank`: a model may add a correction of its own to a shared matrix, y = W x + B (A x). Needs `search:
     strategy: ladder`, and a loader that applies it: `deploy: engine: transformers`."""
+    affine: Literal["none", "rows"] = "none"
+    """`rows`: a model may scale and shift the outputs of a shared matrix, y = s * (W x) + t with a number of each for
+    every row, instead of a residual or beside it. Needs what residuals need."""
 
 
 class DeploySettings(Section):

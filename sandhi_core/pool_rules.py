@@ -43,6 +43,8 @@ _SET = object()  # any value that is written
 _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("merging", "residuals"), "low_rank", ("search", "strategy"), "walk", "ladder"),
     (("merging", "residuals"), "low_rank", ("deploy", "engine"), "vllm", "transformers"),
+    (("merging", "affine"), "rows", ("search", "strategy"), "walk", "ladder"),
+    (("merging", "affine"), "rows", ("deploy", "engine"), "vllm", "transformers"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
     (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),

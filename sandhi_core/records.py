@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 Component = Literal["attn", "mlp", "norms", "embeddings"]
 """What a slot belongs to: the attention or the MLP of a layer, or what lies beside the projections: norms (with the
@@ -193,14 +193,24 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 class Adjustment(Record):
     """What one model adds to a shared tensor without touching its bytes. `low_rank`: y = W x + B (A x), the two factors
-    named by their digests. `row_moments`, fp32 mean and standard deviation of every row, is the reference's: it is
-    read from records and counted, not built here."""
+    named by their digests. `affine`: y = s * (W x) + t + B (A x), or with `rank` 0 without factors. `row_moments`, fp32
+    mean and standard deviation of every row, is the reference's: it is read from records and counted, not built here.
+    """
 
-    kind: Literal["row_moments", "low_rank"]
+    kind: Literal["row_moments", "low_rank", "affine"]
     nbytes: int  # stored beside the shared tensor
     rank: int = 0
     down: str = ""  # A, [rank, columns]
     up: str = ""  # B, [rows, rank]
+    scale: str = ""  # s, [rows]
+    shift: str = ""  # t, [rows]
+
+    @model_serializer(mode="wrap")
+    def _without_vectors(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Kinds that have no vectors do not speak of them, so that their digests are what they were before there were
+        any."""
+        fields: dict[str, Any] = dumped(self)
+        return fields if self.kind == "affine" else {n: v for n, v in fields.items() if n not in ("scale", "shift")}
 
 
 class Group(Record):

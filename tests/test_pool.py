@@ -268,6 +268,11 @@ def entry(**budgets: float) -> ModelEntry:
     ("sections", "message"),
     [
         ("merging: {residuals: low_rank}\n", "merging.residuals: low_rank needs search.strategy: ladder, not walk"),
+        ("merging: {affine: rows}\n", "merging.affine: rows needs search.strategy: ladder, not walk"),
+        (
+            "search: {strategy: ladder}\nmerging: {affine: rows}\n",
+            "merging.affine: rows needs deploy.engine: transformers, not vllm",
+        ),
         (
             "search: {strategy: ladder}\nmerging: {residuals: low_rank}\n",
             "merging.residuals: low_rank needs deploy.engine: transformers, not vllm",

@@ -57,7 +57,8 @@ class Uses:
                 remedy="give the artifact root space, or leave grouping.besides out, and build again",
             )
         blocks = tuple(block for name, block in sorted(found.items()) if name.isdecimal())
-        return Use(found.get("rows"), found.get("whole"), Gram(blocks) if blocks else None)
+        gram = Gram(blocks, torch.zeros(sum(map(len, blocks)))) if blocks else None
+        return Use(found.get("rows"), found.get("whole"), gram)
 
     def _collect(self) -> None:
         held = self._evaluator.originals()

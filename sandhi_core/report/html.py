@@ -182,7 +182,7 @@ def _render(
         models=page.models_table(data),
         bytes=page.bytes_table(data),
         points=page.points_table(data),
-        trajectories=page.trajectories_table(data),
+        steps=page.trajectories_table(data),
         shared=page.shared_table(states),
         excluded=page.excluded_table(data),
         problems=() if data.proof is None else data.proof.problems,

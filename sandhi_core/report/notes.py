@@ -15,9 +15,9 @@ BYTES = (
 )
 
 POINTS = (
-    "An operating point is a cutoff for every model: how many steps of its trajectory it goes. B and C hold all models to "
-    "one cutoff, Bpm and Cpm give each its own (pm: per model). Kpm is the knee of the savings: the budget after "
-    "which a larger one brings little more. On the frontier no other point saves more at no larger drop.",
+    "An operating point is a cutoff for every model: how many steps of its trajectory it goes. B and C hold all "
+    "models to one cutoff, Bpm and Cpm give each its own (pm: per model). Kpm is the knee of the savings: the "
+    "budget after which a larger one brings little more. On the frontier no other point saves more at no larger drop.",
 )
 
 TRAJECTORIES = (

@@ -12,13 +12,13 @@ from pathlib import Path
 from torch import Tensor
 
 from sandhi_core.architectures import ARCHITECTURES
-from sandhi_core.assignment import Assignment, factor_names
+from sandhi_core.assignment import Assignment, factor_names, vector_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Contributor, Fingerprint, Plan, PlannedMerge, Recipe, digest_of
-from sandhi_core.rungs.allotment import LADDER_VERSION, Candidate, Ranks
+from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks
 from sandhi_core.rungs.plain import plain_squares
-from sandhi_core.rungs.residual import Residual, spectrum
+from sandhi_core.rungs.residual import Residual, cut, spectrum
 from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
 
@@ -29,20 +29,22 @@ ALL = 2**31
 @dataclass(frozen=True)
 class Offer:
     """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it (of
-    what is no projection: with its error alone)."""
+    what is no projection: with its error alone); `scaled`: that of what differs once rows are scaled and shifted."""
 
     shared: str
     candidate: Candidate
     file: Path
+    scaled: Path | None = None
 
-    def residual(self, rank: int) -> Residual:
-        found = kept(self.file) or {}
-        return Residual(found["up"][:, :rank].contiguous(), found["down"][:rank].contiguous())
+    def residual(self, bid: Bid) -> Residual:
+        file = self.scaled if bid.affine and self.scaled else self.file
+        return cut(kept(file) or {}, bid.rank)
 
 
 class Offers:
     """Those of one model's plan. `folder` is where spectra are kept, `shared` gives the digest of a recipe's tensor,
-    `largest` is the rank that no residual goes beyond (0: none is offered)."""
+    `largest` is the rank that no residual goes beyond (0: none is offered), `affine` whether rows are scaled and
+    shifted where that pays."""
 
     def __init__(
         self,
@@ -53,14 +55,17 @@ class Offers:
         store: Store,
         shared: Callable[[Recipe], str],
         largest: int = ALL,
+        affine: bool = False,
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
+        self._projections = {slot.tensor for slot in fingerprint.slots}
         self._checkpoint = checkpoint
         self._inputs = inputs
         self._store = store
         self._shared = shared
         self._largest = largest
+        self._affine = affine
 
     def of(
         self, plan: Plan, only: Collection[str] | None = None, told: Callable[[str], None] = lambda line: None
@@ -81,44 +86,67 @@ class Offers:
     def assigned(self, offers: Mapping[str, Offer], ranks: Ranks) -> Assignment:
         """The assignment of these ranks, its residuals in the store."""
         adjustments = {}
-        for name, rank in ranks.items():
-            if rank:
-                adjustments[name] = self.adjustment(name, offers[name].residual(rank))
+        for name, bid in ranks.items():
+            if bid.rank or bid.affine:
+                adjustments[name] = self.adjustment(name, offers[name].residual(bid))
         return Assignment({name: offers[name].shared for name in ranks}, adjustments)
 
     def adjustment(self, name: str, residual: Residual) -> Adjustment:
         """A residual of the tensor `name`, kept in the store."""
-        down, up = factor_names(name)
+        parts = dict(zip(factor_names(name), (residual.down, residual.up), strict=True))
+        parts |= zip(vector_names(name), (residual.scale, residual.shift), strict=True)
+        digests = ("" if part is None else self._store.put(one, part) for one, part in parts.items())
+        down, up, scale, shift = digests
         return Adjustment(
-            kind="low_rank",
+            kind="affine" if scale else "low_rank",
             nbytes=residual.nbytes,
             rank=residual.rank,
-            down=self._store.put(down, residual.down),
-            up=self._store.put(up, residual.up),
+            down=down,
+            up=up,
+            scale=scale,
+            shift=shift,
         )
 
     def _offer(self, merge: PlannedMerge) -> Offer:
-        shared = self._shared(merge.recipe)
-        own = self._fingerprint.tensor(merge.tensor)
-        key = digest_of([LADDER_VERSION, own.digest, shared, self._inputs.key, merge.tensor])
-        file = self._folder / f"{key}.safetensors"
-        found = kept(file)
-        if found is None:
-            found = self._compared(merge.tensor, shared, own.nbytes)
-            keep(file, found)
-        squares = found["squares"].numpy()
-        limit = min(self._largest, len(found["down"])) if "down" in found else 0
-        shape = own.shape if len(own.shape) == 2 else (*own.shape, 1)
-        return Offer(shared, Candidate(squares, shape, _spared(merge, self._fingerprint.model), limit), file)
+        name, shared = merge.tensor, self._shared(merge.recipe)
+        shape, spared = self._fingerprint.tensor(name).shape, _spared(merge, self._fingerprint.model)
+        if name not in self._projections:
+            file, found = self._kept(name, shared, lambda own, with_it: {"squares": self._plain(name, own, with_it)})
+            return Offer(shared, Candidate(found["squares"].numpy(), (*shape, 1)[:2], spared, limit=0), file)
+        file, found = self._spectrum(name, shared, affine=False)
+        squares, limit = found["squares"].numpy(), min(self._largest, len(found["down"]))
+        if not self._affine:
+            return Offer(shared, Candidate(squares, shape, spared, limit), file)
+        scaled, found = self._spectrum(name, shared, affine=True)
+        return Offer(shared, Candidate(squares, shape, spared, limit, found["squares"].numpy()), file, scaled)
 
-    def _compared(self, name: str, shared: str, limit: int) -> dict[str, Tensor]:
-        """What is kept of the difference of a tensor from a shared one; `limit`: bytes of directions."""
-        own, with_it = self._checkpoint.tensor(name), self._store.tensor(shared)
-        if any(slot.tensor == name for slot in self._fingerprint.slots):
-            return spectrum(own, with_it, self._inputs.weighting(name)).kept(limit)
+    def _spectrum(self, name: str, shared: str, affine: bool) -> tuple[Path, dict[str, Tensor]]:
+        limit = self._fingerprint.tensor(name).nbytes  # bytes of directions that may be worth keeping
+
+        def decomposed(own: Tensor, with_it: Tensor) -> dict[str, Tensor]:
+            return spectrum(own, with_it, self._inputs.weighting(name, affine)).kept(limit)
+
+        return self._kept(name, shared, decomposed, *["affine"] * affine)
+
+    def _plain(self, name: str, own: Tensor, shared: Tensor) -> Tensor:
         norm = own.ndim == 1 and name.endswith(".weight")
         offset = 1.0 if norm and ARCHITECTURES[self._fingerprint.model_type].norm == "1+w" else 0.0
-        return {"squares": plain_squares(own, with_it, self._inputs.uses.of(name), offset)}
+        return plain_squares(own, shared, self._inputs.uses.of(name), offset)
+
+    def _kept(
+        self, name: str, shared: str, compared: Callable[[Tensor, Tensor], dict[str, Tensor]], *how: str
+    ) -> tuple[Path, dict[str, Tensor]]:
+        """What is kept of the difference of a tensor from a shared one, made where it is not there."""
+        own = self._fingerprint.tensor(name)
+        file = (
+            self._folder
+            / f"{digest_of([LADDER_VERSION, own.digest, shared, self._inputs.key, name, *how])}.safetensors"
+        )
+        found = kept(file)
+        if found is None:
+            found = compared(self._checkpoint.tensor(name), self._store.tensor(shared))
+            keep(file, found)
+        return file, found
 
 
 TOLD_EVERY = 30.0

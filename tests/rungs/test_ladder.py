@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.records import Adjustment, Evaluation, Plan, PlannedMerge, PlannedStep, Recipe, TaskResult
-from sandhi_core.rungs.allotment import Ranks
+from sandhi_core.rungs.allotment import Bid, Ranks
 from sandhi_core.rungs.ladder import COARSE, FINE, MARGINS, SAFER, climb, ladder
 
 
@@ -81,11 +81,14 @@ def assigned(ranks: Ranks) -> Assignment:
     def adjustment(name: str, rank: int) -> Adjustment:
         return Adjustment(kind="low_rank", nbytes=16 * rank, rank=rank, down=f"d{name}{rank}", up=f"u{name}{rank}")
 
-    corrected = {name: adjustment(name, rank) for name, rank in ranks.items() if rank}
+    corrected = {name: adjustment(name, rank) for name, (rank, _) in ranks.items() if rank}
     return Assignment({name: f"shared {name}" for name in ranks}, corrected)
 
 
-RANKS: list[Ranks] = [{"a": 3}, {"a": 2, "b": 2}, {"a": 0, "b": 1}, {"a": 0, "b": 0}]
+RANKS: list[Ranks] = [
+    {name: Bid(rank) for name, rank in ranks.items()}
+    for ranks in ({"a": 3}, {"a": 2, "b": 2}, {"a": 0, "b": 1}, {"a": 0, "b": 0})
+]
 RUNGS = list(zip((0.1, 0.2, 0.4, 0.8), RANKS, strict=True))
 
 
@@ -118,7 +121,7 @@ def test_steps_go_from_safe_to_bold_and_each_is_a_whole_assignment() -> None:
 
 def test_the_margin_is_of_the_paired_change() -> None:
     """As many answers got better as worse: no drop, but one that varies."""
-    rungs: list[tuple[float, Ranks]] = [(float(n), {"a": 40 - n}) for n in range(32)]
+    rungs: list[tuple[float, Ranks]] = [(float(n), {"a": Bid(40 - n)}) for n in range(32)]
     quiet = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(0))
     loud = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(60, 60))
     assert quiet.steps[0].price == 15.0 and loud.steps[0].price == 3.0
