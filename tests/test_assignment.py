@@ -44,5 +44,5 @@ def test_an_identity_tells_residuals_apart_and_is_the_digest_where_there_is_none
 
 def test_factors_have_pefts_names() -> None:
     down, up = factor_names("model.layers.0.self_attn.q_proj.weight")
-    assert down == "model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert up == "model.layers.0.self_attn.q_proj.lora_B.weight"
+    assert down == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert up == "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"

@@ -25,3 +25,9 @@ WALKS = (
     "part of the budget frees little more. Holdout looks: cutoffs tried on questions never used before, from safe "
     "to bold, up to the first out of budget. Deployed: the cutoff that is served.",
 )
+
+STOCK = (
+    "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with all "
+    "of them. Every file of it is a link to one of the models' own, so it takes no bytes. A model that is no adapter is "
+    "exported like any other.",
+)

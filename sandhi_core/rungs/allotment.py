@@ -38,13 +38,14 @@ class Candidate:
     limit: int
 
 
-def by_price(candidates: Mapping[str, Candidate], price: float) -> Ranks:
-    """The cheapest for every slot at `price`, an error for each MiB. As the price rises, ranks fall and slots share."""
+def by_price(candidates: Mapping[str, Candidate], price: float, own: bool = True) -> Ranks:
+    """The cheapest for every slot at `price`, an error for each MiB. As the price rises, ranks fall and slots share.
+    Without `own` no slot may keep its own matrix, whatever that costs."""
     ranks = {}
     for name, candidate in candidates.items():
         rank = min(int((candidate.squares > price * _mib(candidate, 1)).sum()), candidate.limit)
         shared = float(candidate.squares[rank:].sum()) + price * _mib(candidate, rank)
-        if shared < price * candidate.spared / 2**20:
+        if not own or shared < price * candidate.spared / 2**20:
             ranks[name] = rank
     return ranks
 
@@ -59,12 +60,14 @@ def _mib(candidate: Candidate, rank: int) -> float:
     return nbytes(candidate.shape, rank) / 2**20
 
 
-def distinct(candidates: Mapping[str, Candidate], prices: Sequence[float]) -> list[tuple[float, Ranks]]:
+def distinct(
+    candidates: Mapping[str, Candidate], prices: Sequence[float], own: bool = True
+) -> list[tuple[float, Ranks]]:
     """The assignments at rising `prices`, from safe to bold, each once, with the first price that gives it; that of
     nothing shared left out."""
     found: list[tuple[float, Ranks]] = []
     for price in prices:
-        ranks = by_price(candidates, price)
+        ranks = by_price(candidates, price, own)
         if ranks and (not found or ranks != found[-1][1]):
             found.append((price, ranks))
     return found
