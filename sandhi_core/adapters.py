@@ -176,7 +176,7 @@ def _different(name: str, models: Mapping[str, ExportedModel], firsts: list[str]
     like = [other for other in sorted(models) if other != name and _shapes(models[other]) == shapes]
     near = {other: _differing(model, models[other]) for other in [f for f in firsts if f in like] or like}
     if not near:
-        return Ordinary(reason="no other model has tensors of the same names and shapes")
+        return Ordinary(reason="is alone with tensors of these names and shapes")
     nearest = min(near, key=lambda c: (sum(t.nbytes for t in near[c].values()), c))
     if tensors := near[nearest]:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -184,6 +184,8 @@ def _different(name: str, models: Mapping[str, ExportedModel], firsts: list[str]
         return Ordinary(reason=reason, first=next(iter(tensors)), count=len(tensors), nbytes=nbytes)
     own, other = _read(model), _read(models[nearest])
     files = sorted(f for f in own.keys() | other.keys() if own.get(f) != other.get(f))
+    if not files:
+        return Ordinary(reason=f"has a base in common with {nearest} alone, whose residuals are no adapter")
     return Ordinary(reason=f"has other files than {nearest}", first=files[0], count=len(files))
 
 

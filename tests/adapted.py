@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.pool import Adapters, DeploySettings, ModelEntry, Pool, TaskBudget
@@ -59,7 +58,3 @@ def adapted_case(root: Path, dtype: torch.dtype = torch.float32) -> Case:
         merged=merged,
         adjustments=adjustments,
     )
-
-
-def width(directory: Path) -> int:
-    return int(AutoConfig.from_pretrained(directory).hidden_size)

@@ -27,7 +27,7 @@ WALKS = (
 )
 
 STOCK = (
-    "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with all "
-    "of them. Every file of it is a link to one of the models' own, so it takes no bytes. A model that is no adapter is "
-    "exported like any other.",
+    "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with "
+    "all of them. Every file of it is a link to one of the models' own, so it takes no bytes. A model that is no adapter "
+    "is exported like any other.",
 )

@@ -116,8 +116,8 @@ def _stock_tile(data: ReportData) -> tuple[Tile, ...]:
         return (Tile("Stock adapters", NOT_MEASURED, "nothing has been exported", "open"),)
     plan = data.manifest.stock
     detail = f"models are adapters of {count(len(plan.bases), 'base')}, for stock servers"
-    whole = "plain" if plan.ordinary else "good"
-    return (Tile("Stock adapters", f"{len(plan.base_of)} of {len(data.manifest.models)}", detail, whole),)
+    value = f"{len(plan.base_of)} of {len(data.manifest.models)}"
+    return (Tile("Stock adapters", value, detail, "plain" if plan.ordinary else "good"),)
 
 
 def stock_table(data: ReportData) -> Table | None:

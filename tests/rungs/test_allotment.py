@@ -70,3 +70,22 @@ def test_a_slot_that_spares_nothing_is_never_shared() -> None:
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_residual_takes_two_bytes_an_element(rank: int) -> None:
     assert nbytes((100, 50), rank) == rank * 150 * 2
+
+
+@given(candidates)
+def test_without_own_matrices_every_slot_shares_at_every_rung(of: dict[str, Candidate]) -> None:
+    rungs = [ranks for _, ranks in distinct(of, PRICES, own=False)]
+    assert rungs and all(ranks.keys() == of.keys() for ranks in rungs)
+    for safe, bold in pairwise(rungs):
+        assert all(bold[name] <= rank for name, rank in safe.items()) and safe != bold
+    assert all(rank <= of[name].limit for ranks in rungs for name, rank in ranks.items())
+
+
+@given(candidates, st.sampled_from([2.0**n for n in range(-4, 20)]))
+def test_without_own_matrices_no_other_ranks_are_cheaper(of: dict[str, Candidate], price: float) -> None:
+    def cost(ranks: Ranks) -> float:
+        return error(of, ranks) + price * spent(of, ranks) / 2**20
+
+    found = cost(by_price(of, price, own=False))
+    for choice in product(*(range(candidate.limit + 1) for candidate in of.values())):
+        assert found <= cost(dict(zip(of, choice, strict=True))) + 1e-9
