@@ -11,7 +11,7 @@ from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import Problem
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
-from sandhi_core.records import ExportedTensor, Manifest
+from sandhi_core.records import ExportedTensor, Manifest, StockPlan
 from sandhi_core.safetensors_file import FormatError, map_file
 
 RESTORE = "restore it from a sound copy of the export, or remove the export and build again"
@@ -105,9 +105,15 @@ def _lost_links(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _followed(manifest: Manifest) -> Iterator[Problem]:
-    """Whether the plan of bases and adapters is the one that follows from the models."""
-    if manifest.stock is not None and manifest.stock != stock_plan(manifest.models, manifest.stock.max_rank):
+    """Whether the plan of bases and adapters is the one that follows from the models, in whichever words."""
+    plan = manifest.stock
+    if plan is not None and _wordless(plan) != _wordless(stock_plan(manifest.models, plan.max_rank)):
         yield _damage("has a plan of bases and adapters that does not follow from its models", None, MANIFEST)
+
+
+def _wordless(plan: StockPlan) -> StockPlan:
+    others = {name: why.model_copy(update={"reason": ""}) for name, why in plan.ordinary.items()}
+    return plan.model_copy(update={"ordinary": others})
 
 
 def _stock(export_root: Path, manifest: Manifest) -> Iterator[Problem]:

@@ -28,6 +28,6 @@ WALKS = (
 
 STOCK = (
     "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with "
-    "all of them. Every file of it is a link to one of the models' own, so it takes no bytes. A model that is no adapter "
+    "all of them. Its files are links to those of the models, so it takes no bytes. A model that is no adapter "
     "is exported like any other.",
 )

@@ -32,7 +32,7 @@ def test_one_command_serves_a_base_and_its_adapters_by_their_names(root: Path) -
     assert tuple(model.model for model in base.models) == ADAPTED
     command = list(base.command)
     assert command[:5] == ["vllm", "serve", str(root / base.base), "--served-model-name", "cat"]
-    assert ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"] == command[9:14]
+    assert command[9:14] == ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
     at = command.index("--lora-modules")
     assert command[at + 1 : at + 3] == [f"{n}={root / f'{n}.adapter'}" for n in ("ann", "ben")]
     modules = command[command.index("--lora-target-modules") + 1 : at]
