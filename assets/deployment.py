@@ -1,5 +1,6 @@
 """deployment[pool]: the specification a server is started from. Refused unless the proof passed."""
 
+from assets.merged_weights import stock
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.deploy.spec import deployment_spec, write_deployment
 from sandhi_core.layout import read_manifest
@@ -21,7 +22,8 @@ def run(job: Job) -> Outcome:
         bench.fingerprints(job.key),
     )
     path = write_deployment(export, record)
-    return Outcome(record, {"specification": str(path), "models": len(bench.catalogue.members(job.key))})
+    models = len(bench.catalogue.members(job.key))
+    return Outcome(record, {"specification": str(path), "models": models, **stock(record.stock)})
 
 
 STAGE = StageAsset(

@@ -1,9 +1,13 @@
 """merged_weights[pool]: the deployed point as ordinary checkpoint directories that hold shared bytes once."""
 
+from typing import Any
+
 from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.adapters import told
 from sandhi_core.assignment import assignment_at
 from sandhi_core.export import export_pool
-from sandhi_core.records import OperatingPoints, Trajectory
+from sandhi_core.layout import read_manifest
+from sandhi_core.records import OperatingPoints, StockPlan, Trajectory
 
 
 def run(job: Job) -> Outcome:
@@ -24,7 +28,16 @@ def run(job: Job) -> Outcome:
         bench.store,
         bench.artifacts.directory("exports"),
     )
-    return Outcome(record, {"export": str(bench.artifacts.root / record.export), "manifest": record.manifest})
+    export = bench.artifacts.root / record.export
+    return Outcome(record, {"export": str(export), "manifest": record.manifest, **stock(read_manifest(export).stock)})
+
+
+def stock(plan: StockPlan | None) -> dict[str, Any]:
+    """How far a plan of adapters is complete, and why not further; nothing where the pool asks for none."""
+    if plan is None:
+        return {}
+    others = {name: why.model_dump() for name, why in plan.ordinary.items()}
+    return {"stock adapters": len(plan.base_of), "stock plan": told(plan), "no stock adapters": others}
 
 
 STAGE = StageAsset(

@@ -70,7 +70,7 @@ def _ladder(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float
     fingerprint, offering = job.bench.fingerprint(entry.name), job.bench.offers(pool, entry, evaluator)
     offers = offering.of(plan, told=job.log)
     candidates = {name: offer.candidate for name, offer in offers.items()}
-    rungs = distinct(candidates, PRICES)
+    rungs = distinct(candidates, PRICES, own=pool.deploy.adapters is None)
 
     def score(assignment: Assignment) -> Evaluation:
         return evaluator.evaluate("search", merged_weights(fingerprint, assignment, job.bench.store))

@@ -76,7 +76,8 @@ class Bench:
 
     def offers(self, pool: Pool, entry: ModelEntry, evaluator: Evaluator) -> Offers:
         """What the plan of one model of a pool offers it."""
-        fingerprint = self.fingerprint(entry.name)
+        fingerprint, adapters = self.fingerprint(entry.name), pool.deploy.adapters
+        largest = ALL if adapters is None else adapters.max_rank
         return Offers(
             self.artifacts.directory("spectra"),
             fingerprint,
@@ -84,7 +85,7 @@ class Bench:
             Inputs(self.artifacts.directory("inputs"), fingerprint, evaluator),
             self.store,
             self.shared_tensors().digest,
-            ALL if pool.merging.residuals == "low_rank" else 0,
+            largest if pool.merging.residuals == "low_rank" else 0,
             pool.merging.affine == "rows",
         )
 

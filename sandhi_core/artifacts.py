@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from sandhi_core.adapters import all_there
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import ProofError, StoreError
 from sandhi_core.files import write_atomic
@@ -124,7 +125,8 @@ class Artifacts:
             manifest = read_manifest(export)
             if needed == DEPLOYMENT and json.loads((export / DEPLOYMENT).read_bytes())["manifest"] != manifest.digest:
                 return False
-            return manifest.digest == envelope.record["manifest"] and sizes_match(export, manifest)
+            found = manifest.digest == envelope.record["manifest"] and sizes_match(export, manifest)
+            return found and all_there(export, manifest)
         except (ProofError, OSError, ValueError, TypeError, KeyError):
             return False
 

@@ -42,9 +42,13 @@ def assignment_at(trajectory: Trajectory, steps: int) -> Assignment:
     return Assignment(tensors, adjustments)
 
 
+PEFT = "base_model.model."
+"""Before the name of a layer in PEFT's files: the layer as a part of the model that PEFT wraps."""
+
+
 def factor_names(tensor: str) -> tuple[str, str]:
-    """What PEFT calls the factors A (`down`) and B (`up`) of a linear layer's weight, by the name of that."""
-    layer = tensor.removesuffix(".weight")
+    """What PEFT's files call the factors A (`down`) and B (`up`) of a linear layer's weight, by the name of that."""
+    layer = PEFT + tensor.removesuffix(".weight")
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 

@@ -1,15 +1,17 @@
 """An export read back from the disk: every byte against the manifest, and what its files really share."""
 
+import filecmp
 import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import Problem
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
-from sandhi_core.records import ExportedTensor, Manifest
+from sandhi_core.records import ExportedTensor, Manifest, StockPlan
 from sandhi_core.safetensors_file import FormatError, map_file
 
 RESTORE = "restore it from a sound copy of the export, or remove the export and build again"
@@ -39,9 +41,14 @@ class DiskCheck:
 def verify_disk(export_root: Path, manifest: Manifest) -> DiskCheck:
     """Re-read every tensor and every copied file of an export. Differences are problems, never exceptions: a
     missing, extra, damaged or linked-away file, an index or header that says otherwise than the manifest, a shared
-    shard that is no longer one file. In a model's problem `file` is relative to the model's directory."""
+    shard that is no longer one file, a base or an adapter that is not made of the models' files. In a model's problem
+    `file` is relative to the model's directory."""
     reading = _Reading()
-    problems = list(_listing(export_root, manifest))
+    problems = list(_followed(manifest))
+    if problems:  # what it says of bases and adapters is nothing to go by
+        manifest = manifest.model_copy(update={"stock": None})
+    else:
+        problems += _listing(export_root, manifest)
     for name, model in sorted(manifest.models.items()):
         directory = export_root / model.directory
         copies = model.files | {index_name(model): hashlib.sha256(index_bytes(model)).hexdigest()}
@@ -50,6 +57,7 @@ def verify_disk(export_root: Path, manifest: Manifest) -> DiskCheck:
         for file, tensors in shards(model).items():
             problems += (_damage(p, name, file, tensor) for tensor, p in reading.shard(directory / file, tensors))
     problems += _lost_links(export_root, manifest)
+    problems += _stock(export_root, manifest)
     return DiskCheck(tuple(problems), reading.tensors, reading.total, sum(reading.distinct.values()))
 
 
@@ -66,6 +74,7 @@ def _listing(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
     expected = {MANIFEST, DEPLOYMENT}
     for model in manifest.models.values():
         expected |= {f"{model.directory}/{f}" for f in (index_name(model), *model.files, *shards(model))}
+    expected |= stock_files(manifest).keys()
     for directory, subdirectories, files in os.walk(export_root):
         links = [d for d in subdirectories if (Path(directory) / d).is_symlink()]
         for name in sorted(files + links):
@@ -93,6 +102,38 @@ def _lost_links(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
             message=f"is a file of its own{more}; the manifest says {model.linked}: {again} bytes are held again",
             remedy=LINKS,
         )
+
+
+def _followed(manifest: Manifest) -> Iterator[Problem]:
+    """Whether the plan of bases and adapters is the one that follows from the models, in whichever words."""
+    plan = manifest.stock
+    if plan is not None and _wordless(plan) != _wordless(stock_plan(manifest.models, plan.max_rank)):
+        yield _damage("has a plan of bases and adapters that does not follow from its models", None, MANIFEST)
+
+
+def _wordless(plan: StockPlan) -> StockPlan:
+    others = {name: why.model_copy(update={"reason": ""}) for name, why in plan.ordinary.items()}
+    return plan.model_copy(update={"ordinary": others})
+
+
+def _stock(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
+    """What is wrong with bases and adapters. Their weight files are those of models, whose every byte is read there."""
+    for path, source in stock_files(manifest).items():
+        if not isinstance(source, Link):
+            yield from (_damage(p, None, path) for p in _copy(export_root / path, hashlib.sha256(source).hexdigest()))
+        elif what := unreadable(export_root / path):
+            yield _damage(what, None, path)
+        elif unreadable(export_root / source.to) is None and not source.linked(export_root, path):
+            yield from _unlike(export_root, path, source)
+
+
+def _unlike(export_root: Path, path: str, source: Link) -> Iterator[Problem]:
+    if filecmp.cmp(export_root / path, export_root / source.to, shallow=False):
+        again = (export_root / path).stat().st_size
+        message = f"is a file of its own, not {source.to} by another name: {again} bytes are held again"
+        yield Problem(code="export-links", severity="error", file=path, message=message, remedy=LINKS)
+    else:
+        yield _damage(f"is not {source.to}, whose bytes it must have", None, path)
 
 
 def _copy(path: Path, digest: str) -> Iterator[str]:

@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.assignment import Assignment, factors_among
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.files import fsync_directory, write_atomic
-from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest, private_name, shards
+from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest, shards
 from sandhi_core.pool import Pool
 from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
 from sandhi_core.safetensors_file import Entry, write_safetensors
@@ -41,10 +42,10 @@ def export_pool(
 ) -> MergedWeights:
     """Write `exports`/POOL/ID, where each model holds its assignment, from the store, and otherwise its own tensors;
     all mappings by model name. An intact export of the same manifest stays. One process at a time exports a pool;
-    another waits.
+    another waits. Where the pool asks for adapters, those and their bases stand beside the models (`adapters`).
 
     Raises CheckpointError where a model's files are no longer those of its fingerprint, StoreError where a
-    tensor is not in the store or the disk cannot take the export.
+    tensor is not in the store or the disk cannot take the export, or not link what adapters share with the models.
     """
     home = _home(exports, pool.name)
     with _alone(exports, pool.name):
@@ -54,6 +55,9 @@ def export_pool(
             staging.mkdir()
             linked = _reach(store, staging)
             manifest = make_manifest(pool.name, point, fingerprints, assignments, weights_keys, linked)
+            if pool.deploy.adapters is not None:
+                plan = stock_plan(manifest.models, pool.deploy.adapters.max_rank)
+                manifest = manifest.model_copy(update={"stock": plan})
             final = home / manifest.digest[:16]
             if not final.is_dir() or verify_disk(final, manifest).problems:
                 _write(staging, manifest, checkpoints, assignments, store)
@@ -84,7 +88,7 @@ def _write(
         for file, digest in sorted(model.files.items()):
             _copy_beside(checkpoint, file, digest, target / file)
         for file, members in shards(model).items():
-            if file == private_name(model):
+            if all(tensor.sharing == "private" for tensor in members.values()):
                 assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
                 write_safetensors(target / file, _private(members, checkpoint, assigned, store))
                 continue
@@ -96,15 +100,36 @@ def _write(
                 store.provide(tensor.digest, tensor_name)
             _place(entry, target / file, model.linked, placed)
         write_atomic(target / index_name(model), index_bytes(model), mode=0o444)
+    _stock(staging, manifest)
     write_atomic(staging / MANIFEST, manifest.canonical(), mode=0o444)
     for directory, _, _ in os.walk(staging, topdown=False):
         fsync_directory(Path(directory))
 
 
+def _stock(staging: Path, manifest: Manifest) -> None:
+    """Add bases and adapters to the models: no weight file of them is a new one."""
+    for path, source in stock_files(manifest).items():
+        target = staging / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(source, Link):
+            write_atomic(target, source, mode=0o444)
+            continue
+        try:
+            target.hardlink_to(staging / source.to)
+        except OSError as error:
+            if error.errno not in _UNABLE:
+                raise
+            raise StoreError(
+                f"cannot be a hard link to {source.to}, and a copy would take the bytes again: {error.strerror}",
+                file=path,
+                remedy="put the artifact root on a file system with hard links, or remove deploy.adapters",
+            ) from error
+
+
 def _private(
     members: Mapping[str, ExportedTensor], checkpoint: Checkpoint, assigned: Collection[str], store: Store
 ) -> Iterator[Entry]:
-    """The tensors of a model's own shard, as views: its own, and what it was assigned that no other model holds."""
+    """The tensors of a shard of a model's own, as views: its own, and what it was assigned and no other model holds."""
     for name, tensor in members.items():
         if name in assigned:
             yield store.entry(tensor.digest)._replace(name=name)

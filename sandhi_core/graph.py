@@ -43,7 +43,7 @@ STAGES: dict[str, Stage] = {
     "cutoffs": Stage("member", 1, ("plan", "trajectory")),
     "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
     "operating_points": Stage("pool", 2, ("checkpoint", "trajectory", "cutoffs", "holdout")),
-    "merged_weights": Stage("pool", 2, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
+    "merged_weights": Stage("pool", 3, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
     "sharing_proof": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
     "deployment": Stage("pool", 2, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
 }
@@ -159,11 +159,8 @@ def own_inputs(
             return {"grouping": _grouping(pool), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
-            merging = pool.merging
-            # Named only where it is on: pools without it keep what they have.
-            ladder = [LADDER_VERSION, merging.residuals, *(["affine"] if merging.affine == "rows" else [])]
-            by_ladder = pool.search.strategy == "ladder"
-            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder if by_ladder else None}
+            ladder = _ladder(pool) if pool.search.strategy == "ladder" else None
+            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder}
         case "cutoffs":
             return {"budgets": budgets}
         case _:
@@ -183,9 +180,19 @@ def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], A
         case "sharing_proof":
             return {m.name: [scoring(pool, m), [t.budget for t in m.tasks]] for m in pool.models}
         case "deployment":
-            return {"deploy": pool.deploy.model_dump(mode="json"), "dtype": pool.evaluation.dtype}
+            return {"deploy": pool.deploy.model_dump(mode="json", exclude_none=True), "dtype": pool.evaluation.dtype}
         case _:
-            return {"models": sorted(m.name for m in pool.models)}
+            adapters = pool.deploy.adapters
+            asked = {} if adapters is None else {"adapters": adapters.max_rank}
+            return {"models": sorted(m.name for m in pool.models), **asked}
+
+
+def _ladder(pool: Pool) -> list[Any]:
+    """What decides the rungs of a ladder besides the plan. Options are named only where they are on: pools without
+    them keep what they have."""
+    adapters = pool.deploy.adapters
+    affine = ["affine"] if pool.merging.affine == "rows" else []
+    return [LADDER_VERSION, pool.merging.residuals, *affine, *([] if adapters is None else [adapters.max_rank])]
 
 
 @dataclass(frozen=True)

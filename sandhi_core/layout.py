@@ -20,6 +20,7 @@ from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 MANIFEST = "sandhi.json"
 DEPLOYMENT = "deployment.json"  # joins the export once it is proved; the manifest does not speak of it
 PRIVATE = "private"  # the file of what a model alone holds, before the suffix
+ADAPTER = "adapter_model"  # that of the factors of its residuals: what PEFT calls it, so that an adapter can link to it
 FACTORS = "BF16"  # what residuals are stored in
 
 
@@ -89,7 +90,7 @@ def _factors(assignment: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> I
                     dtype=FACTORS,
                     shape=of[factor],
                     nbytes=prod(of[factor]) * DTYPE_BYTES[FACTORS],
-                    file=PRIVATE + SUFFIXES[ADJUSTED_INDEX],
+                    file=(PRIVATE if factor in vectors else ADAPTER) + SUFFIXES[ADJUSTED_INDEX],
                     sharing="private",
                 ),
             )

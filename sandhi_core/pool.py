@@ -205,14 +205,36 @@ class MergingSettings(Section):
     rescale: Literal["none", "common"] = "none"
     residuals: Literal["none", "low_rank"] = "none"
     """`low_rank`: a model may add a correction of its own to a shared matrix, y = W x + B (A x). Needs `search:
-    strategy: ladder`, and a loader that applies it: `deploy: engine: transformers`."""
+    strategy: ladder`, and something that applies it: `deploy: engine: transformers`, or `deploy: adapters`."""
     affine: Literal["none", "rows"] = "none"
     """`rows`: a model may scale and shift the outputs of a shared matrix, y = s * (W x) + t with a number of each for
-    every row, instead of a residual or beside it. Needs what residuals need."""
+    every row, instead of a residual or beside it. Needs `search: strategy: ladder` and `deploy: engine: transformers`."""
+
+
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+"""What vLLM takes for --max-lora-rank (MaxLoRARanks in its vllm/config/lora.py)."""
+
+
+class Adapters(Section):
+    """Models as PEFT LoRA adapters of one base, which one stock vLLM serves."""
+
+    max_rank: LoraRank = 64
+    """The largest rank of a residual: vLLM's --max-lora-rank, which takes no other numbers."""
+
+    @field_validator("max_rank", mode="before")
+    @classmethod
+    def _true_is_no_rank(cls, rank: object) -> object:
+        if isinstance(rank, bool):
+            raise FieldError("must be a rank that vLLM takes", "choose one of 1, 8, 16, 32, 64, 128, 256, 320, 512")
+        return rank
 
 
 class DeploySettings(Section):
     engine: Literal["vllm", "transformers"] = "vllm"
+    adapters: Adapters | None = None
+    """Where it is set, models whose tensors are all in common but for residuals are exported as PEFT LoRA adapters of
+    one base too, and one stock vLLM serves them. Every rung of a ladder then shares all that can be shared, with
+    residuals of no larger rank. Needs `merging: residuals: low_rank`."""
     device_memory: Size = "80GiB"
 
     @property

@@ -36,15 +36,17 @@ def broken_rules(data: dict[str, Any], line: Callable[[Loc], int]) -> Iterator[F
             yield Fault((*loc, "budget"), message, _as_fraction(budget))
     yield from _tolerance(data.get("search"), [task for _, task in tasks])
     yield from _combined(data)
+    yield from _applied(data)
 
 
 _SET = object()  # any value that is written
 
 _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("merging", "residuals"), "low_rank", ("search", "strategy"), "walk", "ladder"),
-    (("merging", "residuals"), "low_rank", ("deploy", "engine"), "vllm", "transformers"),
     (("merging", "affine"), "rows", ("search", "strategy"), "walk", "ladder"),
     (("merging", "affine"), "rows", ("deploy", "engine"), "vllm", "transformers"),
+    (("deploy", "adapters"), _SET, ("merging", "residuals"), "none", "low_rank"),
+    (("deploy", "adapters"), _SET, ("deploy", "engine"), "vllm", "vllm"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
     (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
@@ -62,15 +64,26 @@ def _combined(data: dict[str, Any]) -> Iterator[Fault]:
         given, found = _at(data, loc, None), _at(data, other, default)
         if given not in (None, []) and (value is _SET or given == value) and found != needed:
             name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))
+            shows = name if isinstance(given, dict) else f"{name}: {_said(given)}"
             yield Fault(
                 loc,
-                f"{name}: {_said(given)} needs {wanted}: {needed}, not {found}",
+                f"{shows} needs {wanted}: {needed}, not {found}",
                 f"set {wanted}: {needed}, or leave {name} out",
             )
 
 
 def _said(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+
+
+def _applied(data: dict[str, Any]) -> Iterator[Fault]:
+    """Residuals need an engine that applies them: our loader, or vLLM where they are adapters."""
+    engine = _at(data, ("deploy", "engine"), "vllm")
+    adapters = _at(data, ("deploy", "adapters"), None)
+    if _at(data, ("merging", "residuals"), "none") == "low_rank" and engine != "transformers" and adapters is None:
+        message = f"merging.residuals: low_rank needs deploy.engine: transformers, not {engine}"
+        remedy = "set deploy.engine: transformers, or deploy.adapters: {max_rank: 64} for adapters that vLLM serves"
+        yield Fault(("merging", "residuals"), message, remedy)
 
 
 def _at(data: dict[str, Any], loc: Loc, default: object) -> object:

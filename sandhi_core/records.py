@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 Component = Literal["attn", "mlp", "norms", "embeddings"]
 """What a slot belongs to: the attention or the MLP of a layer, or what lies beside the projections: norms (with the
@@ -451,6 +451,49 @@ class ExportedModel(Record):
     linked: Linked
 
 
+class Adapter(Part):
+    """A model as a PEFT LoRA adapter: its directory in the export, the largest rank in it, and its bytes. A model that
+    adds nothing has no directory: it is the base itself."""
+
+    directory: str | None
+    rank: int
+    nbytes: int
+
+
+class Base(Part):
+    """A stock checkpoint of what its adapters' models hold in common; `adapters` is by model name."""
+
+    directory: str
+    adapters: dict[str, Adapter]
+
+    @property
+    def rank(self) -> int:
+        return max(adapter.rank for adapter in self.adapters.values())
+
+
+class Ordinary(Part):
+    """Why a model is no adapter: the first tensor or file that makes it none, how many there are, and what those that
+    are tensors take in bytes."""
+
+    reason: str
+    first: str | None = None
+    count: int = 0
+    nbytes: int = 0
+
+
+class StockPlan(Part):
+    """An export as stock servers take it: bases, each with the models that are adapters of it, and all other models."""
+
+    max_rank: int
+    bases: tuple[Base, ...]
+    ordinary: dict[str, Ordinary]
+
+    @property
+    def base_of(self) -> dict[str, Base]:
+        """By name of every model that is an adapter; their number is how often the plan is complete."""
+        return {model: base for base in self.bases for model in base.adapters}
+
+
 class Manifest(Record):
     """`sandhi.json` at the root of an export: what every file must hold. Normative: docs/format.md."""
 
@@ -458,6 +501,8 @@ class Manifest(Record):
     pool: str
     point: str
     models: dict[str, ExportedModel]
+    # Only where the pool asks for it: other manifests do not speak of it.
+    stock: StockPlan | None = Field(default=None, exclude_if=lambda plan: plan is None)
 
 
 class MergedWeights(Record):

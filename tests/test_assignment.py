@@ -44,13 +44,13 @@ def test_an_identity_tells_residuals_apart_and_is_the_digest_where_there_is_none
 
 def test_factors_have_pefts_names() -> None:
     down, up = factor_names("model.layers.0.self_attn.q_proj.weight")
-    assert down == "model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert up == "model.layers.0.self_attn.q_proj.lora_B.weight"
+    assert down == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert up == "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
 def test_an_adjustment_names_what_it_has() -> None:
     layer = "model.layers.0.mlp.up_proj"
-    factors = {f"{layer}.lora_A.weight": "d", f"{layer}.lora_B.weight": "u"}
+    factors = {f"base_model.model.{layer}.lora_A.weight": "d", f"base_model.model.{layer}.lora_B.weight": "u"}
     vectors = {f"{layer}.row_scale": "s", f"{layer}.row_shift": "t"}
     assert (*vector_names(f"{layer}.weight"),) == (*vectors,)
     for given in (factors, vectors, factors | vectors):

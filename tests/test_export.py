@@ -309,7 +309,7 @@ def test_factors_are_private_whoever_else_adds_the_same(directories: dict[str, P
         added = case.adjustments[name][UP]
         assert {n for n, t in model.tensors.items() if n not in case.checkpoints[name].names} == {down, up}
         places = {(model.tensors[n].sharing, model.tensors[n].file) for n in (down, up)}
-        assert places == {("private", "private.sandhi")} and private_name(model) == "private.sandhi"
+        assert places == {("private", "adapter_model.sandhi")} and private_name(model) == "private.sandhi"
         assert (model.tensors[down].digest, model.tensors[down].shape) == (added.down, (64, 32))
         assert (model.tensors[up].digest, model.tensors[up].shape) == (added.up, (48, 64))
         assert model.tensors[down].dtype == model.tensors[up].dtype == dtype_name(DTYPE)

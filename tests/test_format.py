@@ -114,7 +114,7 @@ def test_the_index_of_a_model_with_residuals_to_the_byte(tmp_path: Path, case: C
     adjusted = make_case(tmp_path, directories, {("tied", UP): 2})
     root, manifest = adjusted.exported()
     tensors = manifest.models["tied"].tensors
-    layer = UP.removesuffix("weight")
+    layer = "base_model.model." + UP.removesuffix("weight")
     factors = {f"{layer}lora_A.weight": [2, 32], f"{layer}lora_B.weight": [48, 2]}
     assert tensors.keys() - case.exported()[1].models["tied"].tensors.keys() == factors.keys()
     value = json.loads((root / "sandhi.json").read_bytes())["models"]["tied"]["tensors"]
@@ -124,7 +124,7 @@ def test_the_index_of_a_model_with_residuals_to_the_byte(tmp_path: Path, case: C
             "dtype": "BF16",
             "shape": shape,
             "nbytes": 2 * shape[0] * shape[1],
-            "file": "private.sandhi",
+            "file": "adapter_model.sandhi",
             "sharing": "private",
         }
     lines = ",\n".join(f'    "{name}": "{tensors[name].file}"' for name in sorted(tensors))
@@ -133,11 +133,12 @@ def test_the_index_of_a_model_with_residuals_to_the_byte(tmp_path: Path, case: C
     assert (root / "tied" / "sandhi.index.json").read_bytes() == expected.encode()
     digest = adjusted.tensors["tied"][UP]
     shared = f"shared-{digest[:16]}-0.sandhi"
-    assert {tensor.file for tensor in tensors.values()} == {"private.sandhi", shared}
+    files = {"private.sandhi", "adapter_model.sandhi", shared}
+    assert {tensor.file for tensor in tensors.values()} == files
     assert (root / "tied" / shared).samefile(tmp_path / "store" / digest / f"{UP}.safetensors")
     beside = set(adjusted.checkpoints["tied"].beside())
-    assert {p.name for p in (root / "tied").iterdir()} == {"sandhi.index.json", "private.sandhi", shared} | beside
-    for name in ("sandhi.index.json", "private.sandhi", "X.lora_A.weight", "X.lora_B.weight"):
+    assert {p.name for p in (root / "tied").iterdir()} == {"sandhi.index.json"} | files | beside
+    for name in ("sandhi.index.json", "private.sandhi", "adapter_model.sandhi", "base_model.model.X.lora_A.weight"):
         assert f"`{name}`" in DOCUMENT
 
 

@@ -301,6 +301,18 @@ def entry(**budgets: float) -> ModelEntry:
         ),
         ("grouping: {besides: [norms, norms]}\nsearch: {strategy: ladder}\n", "one of these is listed twice"),
         ("grouping: {besides: [projections]}\nsearch: {strategy: ladder}\n", "grouping.besides"),
+        (
+            "deploy: {adapters: {max_rank: 8}}\n",
+            "deploy.adapters needs merging.residuals: low_rank, not none",
+        ),
+        (
+            "search: {strategy: ladder}\nmerging: {residuals: low_rank}\n"
+            "deploy: {engine: transformers, adapters: {max_rank: 8}}\n",
+            "deploy.adapters needs deploy.engine: vllm, not transformers",
+        ),
+        ("deploy: {adapters: {max_rank: 48}}\n", "deploy.adapters.max_rank"),
+        ("deploy: {adapters: {max_rank: true}}\n", "must be a rank that vLLM takes"),
+        ("deploy: {adapters: {rank: 8}}\n", "deploy.adapters.rank"),
     ],
 )
 def test_settings_that_need_others_say_which(tmp_path: Path, sections: str, message: str) -> None:
@@ -314,6 +326,12 @@ def test_a_ladder_with_residuals_is_a_pool(tmp_path: Path) -> None:
     )
     pool = load_pool(write(tmp_path, text))
     assert (pool.search.strategy, pool.merging.residuals, pool.profile.noise) == ("ladder", "low_rank", False)
+
+
+def test_adapters_are_an_engine_of_residuals(tmp_path: Path) -> None:
+    text = MINIMAL + "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {adapters: {}}\n"
+    adapters = load_pool(write(tmp_path, text)).deploy.adapters
+    assert adapters is not None and adapters.max_rank == 64
 
 
 def test_tolerance_is_by_default_the_budgets(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from sandhi_core.assignment import factors_among
 from sandhi_core.claims import claims_of
-from sandhi_core.deploy.spec import DeploymentSpec, Scored, serve
+from sandhi_core.deploy.bases import Adapted, Scored
+from sandhi_core.deploy.spec import DeploymentSpec, Server, serve
 from sandhi_core.disk import unreadable
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.layout import DEPLOYMENT
@@ -40,7 +41,7 @@ def check_deployment(export_root: Path, manifest: Manifest) -> list[Problem]:
         return [_problem(f"is no deployment specification: {where + ': ' if where else ''}{first['msg']}")]
     if spec.manifest != manifest.digest:
         return [_problem(f"is of manifest {spec.manifest}, the export's is {manifest.digest}")]
-    served = sorted(server.model for server in spec.servers)
+    served = sorted(scored.model for scored in _served(spec))
     if served != sorted(manifest.models):
         return [_problem(f"serves {', '.join(served)}; the export holds {', '.join(sorted(manifest.models))}")]
     try:
@@ -63,6 +64,7 @@ def _derived(spec: DeploymentSpec, manifest: Manifest, export_root: Path) -> Dep
         update={
             "pool": manifest.pool,
             "point": manifest.point,
+            "stock": manifest.stock,
             "claims": spec.claims.model_copy(update=counted),
         }
     )
@@ -70,9 +72,14 @@ def _derived(spec: DeploymentSpec, manifest: Manifest, export_root: Path) -> Dep
     if not all(configs.values()):
         return derived  # sizes of caches are not known
     dtypes = {name: _dtype(model) for name, model in manifest.models.items()}
-    scored = {s.model: Scored(s.original, s.scored_dtype, s.steps, s.tasks) for s in spec.servers}
-    memory, servers = serve(spec.engine, Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored)
-    return derived.model_copy(update={"memory": memory, "servers": servers})
+    scored = {s.model: Scored(s.original, s.scored_dtype, s.steps, s.tasks) for s in _served(spec)}
+    served = serve(spec.engine, Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored)
+    return derived.model_copy(update=served._asdict())
+
+
+def _served(spec: DeploymentSpec) -> list[Server | Adapted]:
+    """Every model, as an adapter or on a server of its own."""
+    return [*spec.servers, *(model for base in spec.bases for model in base.models)]
 
 
 def _config(export_root: Path, model: ExportedModel) -> dict[str, Any]:
@@ -94,11 +101,12 @@ def _dtype(model: ExportedModel) -> str:
 
 
 def _figures(spec: DeploymentSpec) -> dict[str, Any]:
-    """The specification's values: servers by name, and their order."""
+    """The specification's values: servers and bases by name, and the order of the servers."""
     values = spec.model_dump(mode="json")
     servers = values.pop("servers")
     order = [server["model"] for server in servers]
-    return values | {"starting order": order, "servers": dict(zip(order, servers, strict=True))}
+    bases = {base["base"]: base for base in values.pop("bases")}
+    return values | {"starting order": order, "servers": dict(zip(order, servers, strict=True)), "bases": bases}
 
 
 def _differences(found: Any, derived: Any, *where: str) -> Iterator[tuple[tuple[str, ...], Any, Any]]:

@@ -109,7 +109,7 @@ def memory_of(
 
 def _model(weights: _Weights, kv: KvCache, share_before: int, share_after: int) -> ModelMemory:
     shared = sum(weights.shared.values())
-    before, after = _capacity(share_before, kv), _capacity(share_after, kv)
+    before, after = capacity(share_before, kv), capacity(share_after, kv)
     return ModelMemory(
         weights_bytes=weights.private + shared,
         private_bytes=weights.private,
@@ -121,9 +121,16 @@ def _model(weights: _Weights, kv: KvCache, share_before: int, share_after: int) 
     )
 
 
-def _capacity(share: int, kv: KvCache) -> Capacity:
+def capacity(share: int, kv: KvCache) -> Capacity:
+    """What so many bytes hold."""
     room = max(share, 0)
     return Capacity(kv_bytes=room, kv_tokens=room // kv.bytes_per_token)
+
+
+def served_bytes(model: ExportedModel, config: Mapping[str, Any]) -> int:
+    """Bytes that a server keeps of a model's tensors."""
+    weights = _weights(model, config)
+    return weights.private + sum(weights.shared.values())
 
 
 def _weights(model: ExportedModel, config: Mapping[str, Any]) -> _Weights:

@@ -6,15 +6,18 @@ an estimate, with what it rests on.
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+from sandhi_core.adapters import told
 from sandhi_core.assignment import factors_among
 from sandhi_core.deploy import library, vllm
+from sandhi_core.deploy.bases import BaseServer, Scored, base_servers, rounding
 from sandhi_core.deploy.launch import Launch
-from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, memory_of
+from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, capacity, memory_of
+from sandhi_core.deploy.stock import StockMemory, stock_memory
 from sandhi_core.errors import ProofError
 from sandhi_core.files import write_atomic
 from sandhi_core.layout import DEPLOYMENT
@@ -29,6 +32,7 @@ from sandhi_core.records import (
     Part,
     Record,
     SharingProof,
+    StockPlan,
 )
 
 Engine = Literal["vllm", "transformers"]
@@ -51,6 +55,7 @@ class Server(Part):
     """One model and the command that serves it."""
 
     model: str
+    engine: Engine
     directory: str  # relative to the export
     weights: str  # the name under which the holdout scored exactly these weights
     original: str  # digest of the fingerprint of the checkpoint it was made from
@@ -67,7 +72,8 @@ class Server(Part):
 
 
 class DeploymentSpec(Record):
-    """Everything a pool is served from. `servers` is in starting order."""
+    """Everything a pool is served from: `bases`, then `servers`, both in starting order. Every model is in one of them.
+    `stock` says which models are adapters, and why the others are none."""
 
     schema_version: Literal[1] = 1
     pool: str
@@ -79,16 +85,19 @@ class DeploymentSpec(Record):
     claims: Claims
     memory: PoolMemory
     servers: tuple[Server, ...]
+    stock: StockPlan | None = None
+    stock_memory: StockMemory | None = None
+    bases: tuple[BaseServer, ...] = ()
     notes: tuple[str, ...]
 
 
-class Scored(NamedTuple):
-    """What a specification says of a model from elsewhere than the export."""
+class Served(NamedTuple):
+    """The sizes of a pool on its device, and its servers in starting order."""
 
-    original: str  # digest of the fingerprint
-    dtype: str  # as the pool file asks
-    steps: int
-    tasks: dict[str, HoldoutTask]
+    memory: PoolMemory
+    servers: tuple[Server, ...]
+    stock_memory: StockMemory | None = None
+    bases: tuple[BaseServer, ...] = ()
 
 
 def deployment_spec(
@@ -116,7 +125,7 @@ def deployment_spec(
     }
     dtypes = {name: fingerprints[name].dtype for name in manifest.models}
     engine = pool.deploy.engine
-    memory, servers = serve(engine, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
+    served = serve(engine, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
     return DeploymentSpec(
         pool=pool.name,
         point=points.deployed.name,
@@ -125,9 +134,12 @@ def deployment_spec(
         manifest=manifest.digest,
         proof=proof.digest,
         claims=_claims(proof),
-        memory=memory,
-        servers=servers,
-        notes=ENGINES[engine].pool_notes(memory),
+        memory=served.memory,
+        servers=served.servers,
+        stock=manifest.stock,
+        stock_memory=served.stock_memory,
+        bases=served.bases,
+        notes=tuple(_notes(engine, manifest.stock, served)),
     )
 
 
@@ -139,24 +151,59 @@ def serve(
     dtypes: Mapping[str, str],
     device_bytes: int,
     scored: Mapping[str, Scored],
-) -> tuple[PoolMemory, tuple[Server, ...]]:
-    """The sizes of a pool on its device, and its servers in starting order. Raises as `deployment_spec` does."""
-    _refuse_residuals(engine, manifest)
-    served = {name: ENGINES[engine].served_dtype(name, dtypes[name]) for name in manifest.models}
+) -> Served:
+    """How a pool is served. Raises as `deployment_spec` does."""
+    engines = {name: _engine(engine, name, manifest) for name in manifest.models}
+    _refuse_residuals(engines, manifest)
+    served = {name: ENGINES[engines[name]].served_dtype(name, dtypes[name]) for name in manifest.models}
     memory, models = memory_of(device_bytes, manifest, configs, dtypes)
+    stock: StockMemory | None = None
+    bases: tuple[BaseServer, ...] = ()
+    given, alone = memory, models  # what the commands of whole models go by
+    if manifest.stock is not None:
+        stock, sizes = stock_memory(device_bytes, manifest, manifest.stock, configs, dtypes, models)
+        bases = base_servers(manifest, manifest.stock, export_root, configs, served, scored, stock, sizes)
+        given = memory.model_copy(update={"fits_before": stock.fits, "weights_bytes_before": stock.weights_bytes})
+        alone = {
+            name: models[name].model_copy(update={"before": capacity(stock.share_bytes, models[name].kv)})
+            for name in manifest.stock.ordinary
+        }
     # The largest starts while most of the device is free.
-    order = sorted(models, key=lambda name: (-models[name].weights_bytes, name))
+    order = sorted(alone, key=lambda name: (-models[name].weights_bytes, name))
     servers = []
-    for place, name in enumerate(order):
+    for place, name in enumerate(order, len(bases)):
         directory = export_root / manifest.models[name].directory
-        launch = ENGINES[engine].launch(name, directory, place, served[name], configs[name], memory, models[name])
-        servers.append(_server(name, manifest.models[name], scored[name], launch, models[name]))
-    return memory, tuple(servers)
+        module = ENGINES[engines[name]]
+        launch = module.launch(name, directory, place, served[name], configs[name], given, alone[name])
+        servers.append(_server(name, engines[name], manifest.models[name], scored[name], launch, models[name]))
+    return Served(memory, tuple(servers), stock, bases)
 
 
-def _refuse_residuals(engine: Engine, manifest: Manifest) -> None:
+def _engine(engine: Engine, name: str, manifest: Manifest) -> Engine:
+    """What serves a model: where adapters were asked for, and it has residuals without being one, our loader."""
+    plan = manifest.stock
+    adds = bool(factors_among(manifest.models[name].tensors))
+    return "transformers" if plan is not None and name in plan.ordinary and adds else engine
+
+
+def _notes(engine: Engine, plan: StockPlan | None, served: Served) -> Iterator[str]:
+    if plan is None:
+        yield from ENGINES[engine].pool_notes(served.memory)
+        return
+    yield f"{told(plan)}; each base and its adapters are one server, which holds the base once"
+    if served.stock_memory is not None:
+        memory = served.stock_memory
+        update = {"fits_before": memory.fits, "weights_bytes_before": memory.weights_bytes}
+        yield from ENGINES[engine].pool_notes(served.memory.model_copy(update=update))
+    if any(server.engine != engine for server in served.servers):
+        yield "models with residuals that are no adapters are served by our loader:"
+        yield from library.NOTES
+
+
+def _refuse_residuals(engines: Mapping[str, Engine], manifest: Manifest) -> None:
     for name, model in sorted(manifest.models.items()):
-        if factors_among(model.tensors) and not ENGINES[engine].RESIDUALS:
+        engine = engines[name]
+        if factors_among(model.tensors) and manifest.stock is None and not ENGINES[engine].RESIDUALS:
             raise ProofError(
                 f"adds residuals to shared tensors, which {engine} does not apply",
                 model=name,
@@ -185,13 +232,12 @@ def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[
             )
 
 
-def _server(name: str, model: ExportedModel, scored: Scored, launch: Launch, memory: ModelMemory) -> Server:
-    notes = launch.notes
-    if scored.dtype != launch.dtype:
-        how = "float32 on a CPU, the weights' own dtype elsewhere" if scored.dtype == "auto" else scored.dtype
-        notes += (f"scored in {how}; served in {launch.dtype}, answers near a tie can differ by rounding",)
+def _server(
+    name: str, engine: Engine, model: ExportedModel, scored: Scored, launch: Launch, memory: ModelMemory
+) -> Server:
     return Server(
         model=name,
+        engine=engine,
         directory=model.directory,
         weights=model.weights,
         original=scored.original,
@@ -204,7 +250,7 @@ def _server(name: str, model: ExportedModel, scored: Scored, launch: Launch, mem
         command=launch.command,
         shell=shlex.join(launch.command),
         memory=memory,
-        notes=notes,
+        notes=(*launch.notes, *rounding(scored.dtype, launch.dtype)),
     )
 
 

@@ -1,13 +1,17 @@
-"""vLLM's commands and what to know about them. Flags as of vLLM 0.32 (`vllm serve --help`)."""
+"""vLLM's commands and what to know about them. Flags as of vLLM 0.32 (`vllm serve --help`; for adapters also
+vllm/config/lora.py and docs/features/lora)."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sandhi_core.deploy.kv import KvCache
 from sandhi_core.deploy.launch import Launch
-from sandhi_core.deploy.sizing import ModelMemory, PoolMemory
+from sandhi_core.deploy.sizing import Capacity, ModelMemory, PoolMemory
+from sandhi_core.deploy.stock import BaseMemory, StockMemory
 from sandhi_core.errors import ProofError
+from sandhi_core.records import Base
 
 RESIDUALS = False  # are not applied, and nothing would say so
 FIRST_PORT = 8000
@@ -48,27 +52,56 @@ def launch(
     size is given. Where the pool does not fit the device, both are left to vLLM.
     """
     port = FIRST_PORT + place
-    kv_tokens = memory.before.kv_tokens if pool.fits_before else None
-    length = _context(config, kv_tokens)
-    argv = [
-        "vllm",
-        "serve",
-        str(directory),
-        "--served-model-name",
-        model,
-        "--port",
-        str(port),
-        "--dtype",
-        dtype,
-    ]
-    if length is not None:
-        argv += ["--max-model-len", str(length)]
-    if pool.fits_before:
-        share = (memory.weights_bytes + memory.before.kv_bytes) / pool.device_bytes
+    argv = ["vllm", "serve", str(directory), "--served-model-name", model, "--port", str(port), "--dtype", dtype]
+    room = memory.before if pool.fits_before else None
+    sizes, length = _sizes(config, memory.weights_bytes, room, pool.device_bytes)
+    return Launch((*argv, *sizes), port, dtype, length, tuple(_notes(config, memory.kv, length)))
+
+
+def launch_base(
+    base: Base,
+    modules: Sequence[str],
+    export_root: Path,
+    place: int,
+    dtype: str,
+    config: Mapping[str, Any],
+    pool: StockMemory,
+    memory: BaseMemory,
+) -> Launch:
+    """Start one engine for all models of a base as number `place` on the device: by their names its adapters, and for
+    a model that adds nothing the base itself.
+
+    All adapters stay on the device, in buffers of `memory.max_rank`; only the `modules` that they adapt get buffers.
+    """
+    port = FIRST_PORT + place
+    names = [model for model, adapter in base.adapters.items() if adapter.directory is None]
+    adapters = [f"{m}={export_root / a.directory}" for m, a in base.adapters.items() if a.directory is not None]
+    argv = ["vllm", "serve", str(export_root / base.directory), "--served-model-name", *(names or [base.directory])]
+    argv += ["--port", str(port), "--dtype", dtype]
+    if adapters:
+        argv += ["--enable-lora", "--max-lora-rank", str(memory.max_rank), "--max-loras", str(len(adapters))]
+        argv += ["--lora-target-modules", *modules, "--lora-modules", *adapters]
+    room = memory.capacity if pool.fits else None
+    sizes, length = _sizes(config, memory.weights_bytes + memory.adapter_bytes, room, pool.device_bytes)
+    notes = list(_notes(config, memory.kv, length))
+    if adapters and dtype == DTYPES["F32"]:
+        notes.append("on GPUs vLLM's kernels for adapters take bfloat16 and float16 only: in float32 serve from a CPU")
+    return Launch((*argv, *sizes), port, dtype, length, tuple(notes))
+
+
+def _sizes(
+    config: Mapping[str, Any], weights_bytes: int, room: Capacity | None, device_bytes: int
+) -> tuple[list[str], int | None]:
+    """The flags of a cache of this capacity beside weights of this size, and the length of a sequence. Without `room`
+    the cache is left to vLLM."""
+    length = _context(config, None if room is None else room.kv_tokens)
+    argv = [] if length is None else ["--max-model-len", str(length)]
+    if room is not None:
+        share = (weights_bytes + room.kv_bytes) / device_bytes
         utilization = min(max(math.ceil(share * 1e4), 1) / 1e4, 1.0)
-        argv += ["--kv-cache-memory-bytes", str(memory.before.kv_bytes)]
+        argv += ["--kv-cache-memory-bytes", str(room.kv_bytes)]
         argv += ["--gpu-memory-utilization", f"{utilization:.4f}"]
-    return Launch(tuple(argv), port, dtype, length, tuple(_notes(config, memory, length)))
+    return argv, length
 
 
 def _context(config: Mapping[str, Any], kv_tokens: int | None) -> int | None:
@@ -84,8 +117,7 @@ def _made_for(config: Mapping[str, Any]) -> int | None:
     return (config.get("text_config") or config).get("max_position_embeddings")
 
 
-def _notes(config: Mapping[str, Any], memory: ModelMemory, length: int | None) -> Iterator[str]:
-    kv = memory.kv
+def _notes(config: Mapping[str, Any], kv: KvCache, length: int | None) -> Iterator[str]:
     if kv.windowed_layers:
         yield (
             f"{kv.windowed_layers} of {kv.layers} layers look back {kv.window} tokens only: an engine that "

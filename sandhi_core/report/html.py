@@ -185,6 +185,7 @@ def _render(
         steps=page.trajectories_table(data),
         shared=page.shared_table(states),
         excluded=page.excluded_table(data),
+        stock=page.stock_table(data),
         problems=() if data.proof is None else data.proof.problems,
         pictures={p.name: p for p in pictures},
         trajectories=[p for p in pictures if p.name.startswith(_OF_ONE_MODEL)],

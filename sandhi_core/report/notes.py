@@ -26,3 +26,9 @@ TRAJECTORIES = (
     "to bold, up to the first out of budget. Deployed: the cutoff that is served. A walk's step is one component; a "
     "ladder's is an assignment of the whole model, each bolder than the one before.",
 )
+
+STOCK = (
+    "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with "
+    "all of them. Its files are links to those of the models, so it takes no bytes. A model that is no adapter "
+    "is exported like any other.",
+)

@@ -52,6 +52,7 @@ def summary(data: ReportData) -> tuple[Tile, ...]:
         _quality_tile(data),
         _certified_tile(data),
         _proof_tile(data),
+        *_stock_tile(data),
     )
 
 
@@ -105,6 +106,35 @@ def _proof_tile(data: ReportData) -> Tile:
     equal = sum(proof.questions_equal.values())
     text = f"{count(proof.tensors_checked, 'tensor')} re-read; {equal} of {asked} answers equal what was scored"
     return Tile("Proof", "passed" if proof.passed else "failed", text, "good" if proof.passed else "bad")
+
+
+def _stock_tile(data: ReportData) -> tuple[Tile, ...]:
+    """How far the plan of adapters is complete, where the pool asks for it."""
+    if data.pool.deploy.adapters is None:
+        return ()
+    if data.manifest is None or data.manifest.stock is None:
+        return (Tile("Stock adapters", NOT_MEASURED, "nothing has been exported", "open"),)
+    plan = data.manifest.stock
+    detail = f"models are adapters of {count(len(plan.bases), 'base')}, for stock servers"
+    value = f"{len(plan.base_of)} of {len(data.manifest.models)}"
+    return (Tile("Stock adapters", value, detail, "plain" if plan.ordinary else "good"),)
+
+
+def stock_table(data: ReportData) -> Table | None:
+    """A row a model: the base it is an adapter of, or why it is none. None where the pool asks for no adapters."""
+    if data.pool.deploy.adapters is None:
+        return None
+    plan = None if data.manifest is None else data.manifest.stock
+    columns = ("model", "adapter of", "largest rank", "adapter's bytes", "no adapter, because it", "first", "in all")
+    rows = []
+    for base in plan.bases if plan else ():
+        for model, adapter in base.adapters.items():
+            rank = str(adapter.rank) if adapter.directory else "the base itself"
+            rows.append(_row(model, base.directory, rank, f"{adapter.nbytes:,}", "-", "-", "-"))
+    for model, why in plan.ordinary.items() if plan else ():
+        whole = f"{why.count:,} ({size(why.nbytes)})" if why.count else "-"
+        rows.append(_row(model, "-", "-", "-", why.reason, why.first or "-", whole))
+    return Table("Models as adapters that stock servers take", columns, tuple(rows), notes=notes.STOCK)
 
 
 def models_table(data: ReportData) -> Table:

@@ -123,12 +123,23 @@ def print_build(document: Mapping[str, Any]) -> None:
     for name, pool in document["pools"].items():
         console.print(_models(name, pool))
         console.print(_bytes(pool["bytes"]))
+        if pool["stock"] is not None:
+            _stock(console, pool["stock"])
         for what in ("export", "deployment", "report"):
             console.print(Text(f"{what + ':':<12}{pool[what]}"), soft_wrap=True)
     stages = Counter(stage for stage, _ in document["ran"])
     ran = ", ".join(f"{n} {stage}" for stage, n in stages.items())
     scored = sum(document["evaluations"].values())
     console.print(f"Ran {ran}; {count(scored, 'evaluation')}." if ran else "Nothing was stale, nothing ran.")
+
+
+def _stock(console: Console, plan: Mapping[str, Any]) -> None:
+    console.print(Text(f"Stock adapters: {plan['told']}."))
+    for base, models in plan["bases"].items():
+        console.print(Text(f"  {base}: {', '.join(models)}"))
+    for model, why in plan["ordinary"].items():
+        first = f", first {why['first']} ({why['count']} in all, {size(why['nbytes'])})" if why["first"] else ""
+        console.print(Text(f"  {model} is none: it {why['reason']}{first}"))
 
 
 def _models(name: str, pool: Mapping[str, Any]) -> _Titled:

@@ -50,14 +50,15 @@ class Candidate:
     affine: npt.NDArray[np.float64] | None = None
 
 
-def by_price(candidates: Mapping[str, Candidate], price: float) -> Ranks:
+def by_price(candidates: Mapping[str, Candidate], price: float, own: bool = True) -> Ranks:
     """The cheapest for every slot at `price`, an error for each MiB. As the price rises, what is added takes fewer
-    bytes and slots share, though a slot may give up its vectors for one more direction."""
+    bytes and slots share, though a slot may give up its vectors for one more direction. Without `own` no slot may keep
+    its own matrix, whatever that costs."""
     ranks = {}
     for name, candidate in candidates.items():
         kinds = (False, True) if candidate.affine is not None else (False,)
         cost, bid = min((_cheapest(candidate, affine, price) for affine in kinds), key=lambda found: found[0])
-        if cost < price * candidate.spared / 2**20:
+        if not own or cost < price * candidate.spared / 2**20:
             ranks[name] = bid
     return ranks
 
@@ -77,12 +78,14 @@ def _cheapest(candidate: Candidate, affine: bool, price: float) -> tuple[float, 
     return float(squares[rank:].sum()) + price * mib, Bid(rank, affine)
 
 
-def distinct(candidates: Mapping[str, Candidate], prices: Sequence[float]) -> list[tuple[float, Ranks]]:
+def distinct(
+    candidates: Mapping[str, Candidate], prices: Sequence[float], own: bool = True
+) -> list[tuple[float, Ranks]]:
     """The assignments at rising `prices`, from safe to bold, each once, with the first price that gives it; that of
     nothing shared left out."""
     found: list[tuple[float, Ranks]] = []
     for price in prices:
-        ranks = by_price(candidates, price)
+        ranks = by_price(candidates, price, own)
         if ranks and (not found or ranks != found[-1][1]):
             found.append((price, ranks))
     return found

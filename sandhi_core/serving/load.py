@@ -21,7 +21,7 @@ from sandhi_core.assignment import factor_names, factors_among, is_factor, vecto
 from sandhi_core.checkpoint import Checkpoint, refuse
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
-from sandhi_core.layout import MANIFEST
+from sandhi_core.layout import ADAPTER, MANIFEST
 from sandhi_core.rungs.residual import Residual, attach
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
@@ -60,11 +60,15 @@ def load(
 
 def index_of(directory: Path) -> str:
     """The name of the index that a model's directory has, or would have. Raises CheckpointError where it has both, or
-    shards of a model with residuals and no index of one."""
+    shards of a model with residuals and no index of one, or is an adapter."""
     if not (directory / ADJUSTED_INDEX).exists():
         for shard in sorted(directory.glob(f"*{SUFFIXES[ADJUSTED_INDEX]}")):
             message = f"is missing, but {shard.name} is a part of a model with residuals"
             raise _wrong(directory, directory.name, message, file=ADJUSTED_INDEX)
+        adapter = ADAPTER + SUFFIXES[INDEX]
+        if (directory / adapter).exists():
+            message = "holds residuals of a model, which is not this directory: give the model's own, without .adapter"
+            raise _wrong(directory, directory.name, message, file=adapter)
         return INDEX
     if (directory / INDEX).exists():
         raise _wrong(directory, directory.name, f"lies beside {ADJUSTED_INDEX}, and leaves out residuals", file=INDEX)

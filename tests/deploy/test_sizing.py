@@ -100,7 +100,7 @@ def test_two_tensors_of_one_digest_under_two_names_are_two(missing: str) -> None
 
 def test_residuals_are_kept_by_servers_that_share_and_in_no_checkpoint() -> None:
     layer = exported("a", {"m.weight": tensor("u", 80, "merged"), "rest": tensor("r", 40, "private")})
-    factors = {f"m.lora_{x}.weight": tensor(x, 5, "private") for x in "AB"}
+    factors = {f"base_model.model.m.lora_{x}.weight": tensor(x, 5, "private") for x in "AB"}
     adjusted = layer.model_copy(update={"tensors": layer.tensors | factors})
     manifest = MANIFEST.model_copy(update={"models": {"a": adjusted, "b": layer}})
     pool, models = memory_of(DEVICE, manifest, CONFIGS, DTYPES)

@@ -90,7 +90,7 @@ def test_nothing_unproved_is_deployed(changes: dict[str, Any], message: str) -> 
 
 def with_residuals() -> Manifest:
     layer = pools.MANIFEST.models["a"]
-    factors = {f"up.lora_{x}.weight": pools.tensor(x, 5, "private") for x in "AB"}
+    factors = {f"base_model.model.up.lora_{x}.weight": pools.tensor(x, 5, "private") for x in "AB"}
     models = pools.MANIFEST.models | {"a": layer.model_copy(update={"tensors": layer.tensors | factors})}
     return pools.MANIFEST.model_copy(update={"models": models})
 

@@ -18,7 +18,7 @@ from sandhi_core.serving.load import load
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
 from tests.exported import DOWN, EMBED, GATE, NORM, RANKS, UP, VECTORS, make_case, make_models
 
-PRIVATE = "private.sandhi"
+PRIVATE, ADAPTER = "private.sandhi", "adapter_model.sandhi"
 A, B = factor_names(GATE)
 S, T = vector_names(GATE)
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -45,13 +45,18 @@ def filled(name: str, value: float, *shape: int) -> Entry:
 
 
 def shard(single: Path, *added: Entry, without: tuple[str, ...] = ()) -> None:
-    """The private shard anew, and the index in step with it."""
-    entries = [e for n, e in map_file(single / PRIVATE).items() if n not in without]
-    write_safetensors(single / PRIVATE, [*entries, *added], alignment=8)
+    """The shards of the model's own anew, and the index in step with them."""
+    for file in (PRIVATE, ADAPTER):
+        entries = [e for n, e in map_file(single / file).items() if n not in without]
+        write_safetensors(single / file, [*entries, *(e for e in added if own_shard(e.name) == file)], alignment=8)
     places = weight_map(single)
     for name in without:
         places.pop(name)
-    index(single, places | {entry.name: PRIVATE for entry in added})
+    index(single, places | {entry.name: own_shard(entry.name) for entry in added})
+
+
+def own_shard(name: str) -> str:
+    return ADAPTER if is_factor(name) else PRIVATE
 
 
 def weight_map(single: Path) -> dict[str, str]:
@@ -222,14 +227,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None, str]] = {
     "an index by the stock name": (
         lambda d: (d / ADJUSTED_INDEX).rename(d / INDEX),
         None,
-        f"is missing, but {PRIVATE} is a part of a model with residuals",
+        f"is missing, but {ADAPTER} is a part of a model with residuals",
     ),
-    "no index": (lambda d: (d / ADJUSTED_INDEX).unlink(), None, f"is missing, but {PRIVATE} is a part"),
-    "index and shards by stock names": (lambda d: by_stock_names(d), A, "is a factor of a residual"),
+    "no index": (lambda d: (d / ADJUSTED_INDEX).unlink(), None, f"is missing, but {ADAPTER} is a part"),
+    "index and shards by stock names": (lambda d: by_stock_names(d), None, "holds residuals of a model"),
     "index and shards by stock names, without the factors in the index": (
         lambda d: (by_stock_names(d), without_factors(d / INDEX)),
-        A,
-        "is a factor of a residual",
+        None,
+        "adapter_model.safetensors.* holds residuals of a model",
     ),
     "all in one file by the stock name": (lambda d: in_one_file(d), A, "is a factor of a residual"),
     "no configuration": (lambda d: (d / "config.json").unlink(), None, "is missing"),
@@ -261,7 +266,7 @@ def test_processes_tell_why_they_cannot_hold_a_damaged_export(single: Path) -> N
 
 def test_a_flipped_bit_in_a_factor_is_found(sound: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(sound, tmp_path / "copy"))
-    path = root / "tied" / PRIVATE
+    path = root / "tied" / ADAPTER
     down, _ = factor_names(DOWN)
     entries = map_file(path)
     raw = bytearray(entries[down].raw)
@@ -270,7 +275,7 @@ def test_a_flipped_bit_in_a_factor_is_found(sound: Path, tmp_path: Path) -> None
         path, (entries | {down: entries[down]._replace(raw=memoryview(bytes(raw)))}).values(), alignment=8
     )
     found = [p for p in verify_disk(root, read_manifest(root)).problems if p.code == "export-tensor"]
-    assert [(p.model, p.file, p.tensor) for p in found] == [("tied", PRIVATE, down)]
+    assert [(p.model, p.file, p.tensor) for p in found] == [("tied", ADAPTER, down)]
 
 
 def test_an_index_by_the_stock_name_is_no_part_of_the_export(sound: Path, tmp_path: Path) -> None:

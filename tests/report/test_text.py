@@ -43,6 +43,7 @@ def build_document(**changes: Any) -> dict[str, Any]:
                     "verified_disk": 500,
                     "verified_memory": 480,
                 },
+                "stock": None,
                 "export": "/srv/exports/demo/0123",
                 "report": "/srv/reports/demo/report.html",
                 "deployment": "/srv/exports/demo/0123/deployment.json",
@@ -175,6 +176,27 @@ def test_verify_of_a_sound_export(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not measured" in out and "hardlink" in out and "25.0 % shared" in out
     assert "duplicate" in out and "identical" not in out  # the manifest's word
     assert out.endswith("18 tensors re-read: everything is as recorded\n")
+
+
+def test_build_tells_how_far_the_plan_of_adapters_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    document = build_document()
+    print_build(document)
+    assert "Stock adapters" not in capsys.readouterr().out
+    document["pools"]["demo"]["stock"] = {
+        "told": "2 of 4 models are adapters of one base",
+        "complete": 2,
+        "models": 4,
+        "bases": {"base.0123": ["[red]a", "b"]},
+        "ordinary": {
+            "c": {"reason": "holds other tensors than a", "first": "model.norm.weight", "count": 3, "nbytes": 2**20},
+            "d": {"reason": "is alone", "first": None, "count": 0, "nbytes": 0},
+        },
+    }
+    print_build(document)
+    out = capsys.readouterr().out
+    assert "Stock adapters: 2 of 4 models are adapters of one base.\n  base.0123: [red]a, b\n" in out
+    assert "  c is none: it holds other tensors than a, first model.norm.weight (3 in all, 1.00 MiB)\n" in out
+    assert "  d is none: it is alone\n" in out
 
 
 def test_verify_with_memory(capsys: pytest.CaptureFixture[str]) -> None:

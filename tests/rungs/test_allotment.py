@@ -98,3 +98,22 @@ def test_vectors_are_bought_where_they_take_off_more_than_a_direction_of_as_many
     useless = Candidate(plain, SHAPE, float(MATRIX), 6, plain)
     without = Candidate(plain, SHAPE, float(MATRIX), 6)
     assert distinct({"w": useless}, PRICES) == distinct({"w": without}, PRICES)
+
+
+@given(candidates)
+def test_without_own_matrices_every_slot_shares_at_every_rung(of: dict[str, Candidate]) -> None:
+    rungs = [ranks for _, ranks in distinct(of, PRICES, own=False)]
+    assert rungs and all(ranks.keys() == of.keys() for ranks in rungs)
+    for safe, bold in pairwise(rungs):
+        assert spent(of, bold) <= spent(of, safe) and safe != bold
+    assert all(bid.rank <= of[name].limit for ranks in rungs for name, bid in ranks.items())
+
+
+@given(candidates, st.sampled_from([2.0**n for n in range(-4, 20)]))
+def test_without_own_matrices_no_other_ranks_are_cheaper(of: dict[str, Candidate], price: float) -> None:
+    def cost(ranks: Ranks) -> float:
+        return error(of, ranks) + price * spent(of, ranks) / 2**20
+
+    found = cost(by_price(of, price, own=False))
+    for choice in product(*(map(Bid, range(candidate.limit + 1)) for candidate in of.values())):
+        assert found <= cost(dict(zip(of, choice, strict=True))) + 1e-9

@@ -198,7 +198,7 @@ def test_parts_of_such_an_export_are_no_checkpoint_either(root: Path, tmp_path: 
     parts = Path(shutil.copytree(root / "single", tmp_path / "single"))
     (parts / ADJUSTED_INDEX).unlink()
     (problem,) = survey(parts, "single").problems
-    assert (problem.code, problem.file) == ("weights-missing", "private.sandhi")
+    assert (problem.code, problem.file) == ("weights-missing", "adapter_model.sandhi")
     plain = tiny_llama(tmp_path / "plain")
     shutil.copy(parts / "private.sandhi", plain)
     (problem,) = survey(plain, "plain").problems

@@ -1,0 +1,104 @@
+"""The servers of models that are adapters of common bases: one vLLM a base, which answers by the models' names."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sandhi_core.adapters import adapted_modules
+from sandhi_core.deploy import vllm
+from sandhi_core.deploy.stock import BaseMemory, StockMemory
+from sandhi_core.records import Adapter, ExportedModel, HoldoutTask, Manifest, Part, StockPlan
+
+
+class Adapted(Part):
+    """One model that is served as an adapter of a base, or where it adds nothing as the base itself."""
+
+    model: str
+    adapter: str | None  # its directory, relative to the export
+    rank: int
+    nbytes: int
+    weights: str  # as of a server
+    original: str
+    steps: int
+    tasks: dict[str, HoldoutTask]
+    scored_dtype: str
+
+
+class BaseServer(Part):
+    """One base, the command that serves it with its adapters, and the models that answer there by their names."""
+
+    base: str  # its directory, relative to the export
+    models: tuple[Adapted, ...]
+    port: int | None
+    dtype: str
+    max_model_len: int | None  # tokens
+    command: tuple[str, ...]
+    shell: str  # the same, quoted for a shell
+    memory: BaseMemory
+    notes: tuple[str, ...]
+
+
+class Scored(NamedTuple):
+    """What a specification says of a model from elsewhere than the export."""
+
+    original: str  # digest of the fingerprint
+    dtype: str  # as the pool file asks
+    steps: int
+    tasks: dict[str, HoldoutTask]
+
+
+def base_servers(
+    manifest: Manifest,
+    plan: StockPlan,
+    export_root: Path,
+    configs: Mapping[str, Mapping[str, Any]],
+    served: Mapping[str, str],
+    scored: Mapping[str, Scored],
+    pool: StockMemory,
+    sizes: Mapping[str, BaseMemory],
+) -> tuple[BaseServer, ...]:
+    """The servers of a plan, in starting order. `configs`, `served` (the dtype, by vLLM's name) and `scored` are by
+    model name, `sizes` by directory of the base."""
+    found = []
+    order = sorted(plan.bases, key=lambda base: (-sizes[base.directory].weights_bytes, base.directory))
+    for place, base in enumerate(order):
+        first, memory = next(iter(base.adapters)), sizes[base.directory]
+        modules = adapted_modules(base, manifest.models)
+        launch = vllm.launch_base(base, modules, export_root, place, served[first], configs[first], pool, memory)
+        models = tuple(_adapted(name, a, manifest.models[name], scored[name]) for name, a in base.adapters.items())
+        asked = sorted({scored[name].dtype for name in base.adapters})
+        found.append(
+            BaseServer(
+                base=base.directory,
+                models=models,
+                port=launch.port,
+                dtype=launch.dtype,
+                max_model_len=launch.max_model_len,
+                command=launch.command,
+                shell=shlex.join(launch.command),
+                memory=memory,
+                notes=(*launch.notes, *(note for dtype in asked for note in rounding(dtype, launch.dtype))),
+            )
+        )
+    return tuple(found)
+
+
+def _adapted(name: str, adapter: Adapter, model: ExportedModel, scored: Scored) -> Adapted:
+    return Adapted(
+        model=name,
+        adapter=adapter.directory,
+        rank=adapter.rank,
+        nbytes=adapter.nbytes,
+        weights=model.weights,
+        original=scored.original,
+        steps=scored.steps,
+        tasks=scored.tasks,
+        scored_dtype=scored.dtype,
+    )
+
+
+def rounding(scored: str, served: str) -> Iterator[str]:
+    if scored != served:
+        how = "float32 on a CPU, the weights' own dtype elsewhere" if scored == "auto" else scored
+        yield f"scored in {how}; served in {served}, answers near a tie can differ by rounding"
