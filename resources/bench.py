@@ -87,6 +87,7 @@ class Bench:
             self.shared_tensors().digest,
             largest if pool.merging.residuals == "low_rank" else 0,
             pool.merging.affine == "rows",
+            pool.search.errors == "answers",
         )
 
     def restore(self, key: str, assignment: Assignment) -> None:

@@ -122,12 +122,17 @@ def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
             return 1 + (2 * layers * len(pool.profile.seeds) if pool.profile.noise else 0)
         case "trajectory":
             # A ladder also answers the profile split again, to see what goes into every projection.
-            return 2 + _tried(steps, pool) + (INPUT_PASSES if pool.search.strategy == "ladder" else 0)
+            return 2 + _tried(steps, pool) + (_passes(pool) if pool.search.strategy == "ladder" else 0)
         case "holdout":
             return 1 + (steps if pool.search.strategy == "walk" else _tried(steps, pool))
         case "sharing_proof":
             return 1
     return 0
+
+
+def _passes(pool: Pool) -> int:
+    """Over the profile split. A backward pass takes about as long as two forward ones."""
+    return INPUT_PASSES + (4 if pool.search.errors == "answers" else 0)
 
 
 def ladder_bytes(fingerprint: Fingerprint) -> int:

@@ -178,6 +178,10 @@ class SearchSettings(Section):
     strategy: Literal["walk", "ladder"] = "walk"
     """`walk`: one component after the other, merged, checked and kept or not (SANDHI). `ladder`: whole assignments from
     safe to bold, the boldest that holds found by bisection: about a dozen evaluations a model."""
+    errors: Literal["answers", "outputs"] = "answers"
+    """What a ladder takes for the error of a shared matrix: `outputs`, the part that it changes of a projection's
+    outputs; `answers`, that times how much the model's answers depend on these (by gradients: a forward and a backward
+    pass over the profile split)."""
     accept: Literal["original", "reference"] = "original"
     stride: Literal["gallop", 1] = "gallop"
     tolerance: Positive | None = None
@@ -208,7 +212,8 @@ class MergingSettings(Section):
     strategy: ladder`, and something that applies it: `deploy: engine: transformers`, or `deploy: adapters`."""
     affine: Literal["none", "rows"] = "none"
     """`rows`: a model may scale and shift the outputs of a shared matrix, y = s * (W x) + t with a number of each for
-    every row, instead of a residual or beside it. Needs `search: strategy: ladder` and `deploy: engine: transformers`."""
+    every row, instead of a residual or beside it. Needs `search: strategy: ladder` and `deploy: engine:
+    transformers`."""
 
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]

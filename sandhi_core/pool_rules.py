@@ -49,6 +49,7 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("deploy", "adapters"), _SET, ("deploy", "engine"), "vllm", "vllm"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
     (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
+    (("search", "errors"), _SET, ("search", "strategy"), "walk", "ladder"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
     # A ladder looks for the budgets themselves, in whole assignments.
     (("search", "tolerance"), _SET, ("search", "strategy"), "walk", "walk"),

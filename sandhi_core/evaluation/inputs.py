@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator
+from sandhi_core.evaluation.importance import Importance
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.evaluation.uses import Uses
@@ -32,12 +33,14 @@ MEMORY = 2 * 2**30
 
 
 class Inputs:
-    """Those of one model on its profile split, collected when first asked for. `uses`: what other tensors act on."""
+    """Those of one model on its profile split, collected when first asked for. `uses`: what other tensors act on;
+    `importance`: how much answers depend on what each tensor produces."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, evaluator: Evaluator) -> None:
         self.key = digest_of([LADDER_VERSION, fingerprint.digest, evaluator.contexts["profile"]])
         self._folder = folder / self.key
         self.uses = Uses(self._folder, fingerprint, evaluator)
+        self.importance = Importance(self._folder, fingerprint, evaluator)
         self._slots = fingerprint.slots
         self._evaluator = evaluator
         self._last: dict[bool, tuple[str, Weighting]] = {}

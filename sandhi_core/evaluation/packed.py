@@ -6,7 +6,8 @@ against lm-eval's own numbers when a model is first asked; a model that cannot b
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,11 +70,14 @@ class PackedLM(TokenisedOnceLM):
         self._answering: list[int] = []  # the requests of the last `answer`, by their identity
         self._halved = False
         self._following: Following | None = None
+        self._heard: list[TokenSequence] | None = None
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding gives it."""
+        if self._heard is not None:
+            self._heard += map(self._sequence, requests)
         self._check(requests)
         if self.plain is not None:
             plainly: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True, override_bs)
@@ -114,6 +118,20 @@ class PackedLM(TokenisedOnceLM):
                 request.resps[:] = [response]
             if watch:
                 watch.answered(asked)
+
+    @contextmanager
+    def listening(self) -> Iterator[list[TokenSequence]]:
+        """Everything whose log-likelihood is asked for meanwhile, as it is cut for the model."""
+        self._heard = heard = list[TokenSequence]()
+        try:
+            yield heard
+        finally:
+            self._heard = None
+
+    def written(self, requests: Iterable[Instance]) -> list[TokenSequence]:
+        """The responses of requests for text, each after its context; those without a token left out."""
+        pairs = (self._encode_pair(request.args[0], request.resps[0]) for request in requests)
+        return [self._sequence((None, context, text)) for context, text in pairs if context and text]
 
     def forget(self) -> None:
         """Drop all hidden states: what is asked next is computed from the first layer on."""

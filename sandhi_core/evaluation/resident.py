@@ -14,6 +14,8 @@ from sandhi_core.evaluation.conditions import device_of, dtype_of
 from sandhi_core.evaluation.early import AbandonedError, Watch
 from sandhi_core.evaluation.free_memory import cache_bytes
 from sandhi_core.evaluation.packed import PackedLM
+from sandhi_core.evaluation.packing import TokenSequence
+from sandhi_core.evaluation.requests import GENERATION
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.pool import EvaluationSettings
 from sandhi_core.records import Split, TaskResult
@@ -92,6 +94,14 @@ class Resident:
             return {task.name: task.result(split) for task in suite.tasks}
         except EvaluationError as error:
             raise self._of_model(error) from error
+
+    def sequences(self, suite: Suite, split: Split) -> list[TokenSequence]:
+        """What a split's requests come to as tokens: contexts with the continuations that are scored, or with what the
+        model itself writes under the weights held now. Raises EvaluationError as `answers` does."""
+        with self.scorer.listening() as heard:
+            self.answers(suite, split)
+        requests = (r for task in suite.tasks for question in task.questions[split] for r in question.requests)
+        return heard + self.scorer.written(r for r in requests if r.request_type == GENERATION)
 
     def _of_model(self, error: EvaluationError) -> EvaluationError:
         return EvaluationError(error.problem.message, model=self._name, remedy=error.problem.remedy)

@@ -29,7 +29,7 @@ FINE = 2
 """Rungs that two which are left to the holdout are apart, from where the largest margin ends up to the boldest."""
 
 SAFER = 4
-"""Rungs, COARSE apart, that are left to the holdout below that."""
+"""Rungs that are left to the holdout below that: the first by COARSE, each next one by twice as many as the last."""
 
 MOST_SCORES = len(MARGINS) * len(PRICES).bit_length() + SAFER
 """That a ladder may take, but for those that fill gaps between margins far apart."""
@@ -42,8 +42,8 @@ def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], boo
 
     Where no rung holds that is bolder than one which does not, the last margin ends at the boldest that holds, the
     others no more than COARSE rungs below; otherwise at one that holds and has a neighbour that does not. Then come
-    those for the holdout: FINE apart from where the largest margin ended that holds anywhere, and SAFER below. None
-    is scored twice.
+    those for the holdout: FINE apart from where the largest margin ended that holds anywhere, and SAFER below. None is
+    scored twice.
     """
     scored: dict[int, T] = {}
     low, ends = -1, list[int]()
@@ -65,11 +65,13 @@ def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], boo
 
 
 def _between(scored: Collection[int], safe: int, bold: int) -> list[int]:
-    """What is missing of rungs FINE apart from `bold` down to `safe`, and of SAFER more, COARSE apart."""
-    missing, at, safer = list[int](), bold, SAFER
-    while at > 0 and (at > safe or safer):
-        gap = FINE if at > safe else COARSE
-        safer -= at <= safe
+    """What is missing of rungs FINE apart from `bold` down to `safe`, and of SAFER more."""
+    missing, at, safer = list[int](), bold, 0
+    while at > 0 and (at > safe or safer < SAFER):
+        gap = FINE
+        if at <= safe:
+            gap = COARSE << safer
+            safer += 1
         at = min((n for n in scored if at - gap <= n < at), default=max(0, at - gap))
         if at not in scored:
             missing.append(at)

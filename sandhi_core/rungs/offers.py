@@ -44,7 +44,7 @@ class Offer:
 class Offers:
     """Those of one model's plan. `folder` is where spectra are kept, `shared` gives the digest of a recipe's tensor,
     `largest` is the rank that no residual goes beyond (0: none is offered), `affine` whether rows are scaled and
-    shifted where that pays."""
+    shifted where that pays, `answers` whether errors count as much as the model's answers depend on the outputs."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Offers:
         shared: Callable[[Recipe], str],
         largest: int = ALL,
         affine: bool = False,
+        answers: bool = False,
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
@@ -66,6 +67,7 @@ class Offers:
         self._shared = shared
         self._largest = largest
         self._affine = affine
+        self._answers = answers
 
     def of(
         self, plan: Plan, only: Collection[str] | None = None, told: Callable[[str], None] = lambda line: None
@@ -110,15 +112,16 @@ class Offers:
     def _offer(self, merge: PlannedMerge) -> Offer:
         name, shared = merge.tensor, self._shared(merge.recipe)
         shape, spared = self._fingerprint.tensor(name).shape, _spared(merge, self._fingerprint.model)
+        counts = self._inputs.importance.of(name) if self._answers else 1.0
         if name not in self._projections:
             file, found = self._kept(name, shared, lambda own, with_it: {"squares": self._plain(name, own, with_it)})
-            return Offer(shared, Candidate(found["squares"].numpy(), (*shape, 1)[:2], spared, limit=0), file)
+            return Offer(shared, Candidate(counts * found["squares"].numpy(), (*shape, 1)[:2], spared, limit=0), file)
         file, found = self._spectrum(name, shared, affine=False)
-        squares, limit = found["squares"].numpy(), min(self._largest, len(found["down"]))
+        squares, limit = counts * found["squares"].numpy(), min(self._largest, len(found["down"]))
         if not self._affine:
             return Offer(shared, Candidate(squares, shape, spared, limit), file)
         scaled, found = self._spectrum(name, shared, affine=True)
-        return Offer(shared, Candidate(squares, shape, spared, limit, found["squares"].numpy()), file, scaled)
+        return Offer(shared, Candidate(squares, shape, spared, limit, counts * found["squares"].numpy()), file, scaled)
 
     def _spectrum(self, name: str, shared: str, affine: bool) -> tuple[Path, dict[str, Tensor]]:
         limit = self._fingerprint.tensor(name).nbytes  # bytes of directions that may be worth keeping

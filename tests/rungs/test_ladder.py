@@ -35,8 +35,8 @@ def test_the_holdout_starts_far_below_the_border_and_goes_in_small_strides(limit
     safe = min((limit for limit in limits[:-1] if limit > COARSE), default=bold + 1) - 1
     held = sorted(at for at in scored if at <= bold)
     assert all(after - before <= FINE for before, after in pairwise(at for at in held if at >= safe))
-    assert all(after - before <= COARSE for before, after in pairwise(held[-SAFER:]))
-    assert not held or held[0] <= max(0, safe - COARSE * (SAFER - 1))
+    assert all(after - before <= COARSE << SAFER - 1 for before, after in pairwise(held))
+    assert not held or held[0] <= max(0, safe - 12)
 
 
 @given(st.lists(st.floats(0.0, 4.0), max_size=60))
@@ -124,7 +124,8 @@ def test_the_margin_is_of_the_paired_change() -> None:
     rungs: list[tuple[float, Ranks]] = [(float(n), {"a": Bid(40 - n)}) for n in range(32)]
     quiet = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(0))
     loud = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(60, 60))
-    assert quiet.steps[0].price == 15.0 and loud.steps[0].price == 3.0
+    assert [s.price for s in quiet.steps] == [0, 15, 23, 27, 29, 30, 31]  # the largest margin already ends at the top
+    assert [s.price for s in loud.steps] == [3, 7, 15, 23, 27, 29, 30, 31]
     assert quiet.steps[-1].price == loud.steps[-1].price == 31.0
     assert {s.decision for s in (*quiet.steps, *loud.steps)} == {"accepted"}
 
