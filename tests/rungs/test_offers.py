@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,15 @@ def test_every_planned_slot_is_offered_its_tensor(case: Case) -> None:
     for name, offer in offers.items():
         assert offer.shared == case.shared[name]
         assert (offer.candidate.squares[:-1] >= offer.candidate.squares[1:]).all()
+
+
+def test_errors_count_as_much_as_answers_depend_on_the_outputs(case: Case) -> None:
+    plain, weighed = case.offering.of(case.plan), case.offers(answers=True).of(case.plan)
+    importance = Inputs(case.folder / "inputs", case.fingerprint, case.evaluator).importance
+    for name, offer in weighed.items():
+        assert offer.file == plain[name].file
+        np.testing.assert_array_equal(offer.candidate.squares, importance.of(name) * plain[name].candidate.squares)
+    assert len({importance.of(name) for name in weighed}) > 1
 
 
 def test_spectra_are_made_once_and_again_where_they_are_lost(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

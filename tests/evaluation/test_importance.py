@@ -1,0 +1,131 @@
+"""Importance is what autograd gives, sequence by sequence, and leaves the model as it was."""
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.errors import EvaluationError
+from sandhi_core.evaluation import importance as module
+from sandhi_core.evaluation.evaluator import Evaluator
+from sandhi_core.evaluation.importance import Importance, importance
+from sandhi_core.evaluation.packing import TokenSequence
+from sandhi_core.evaluation.scorelog import ScoreLog
+from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
+from sandhi_core.records import Fingerprint
+from sandhi_core.scan import fingerprint
+from tests.evaluation.local_tasks import choice_task, generation_task
+from tests.models import tiny
+
+Opened = tuple[Evaluator, Fingerprint]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def opened(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Opened:
+    folder = tmp_path_factory.mktemp("importance")
+    directory = tiny(request.param, folder / "m", num_hidden_layers=2)
+    choice_task(folder / "tasks")
+    generation_task(folder / "tasks")
+    settings = EvaluationSettings(include_path=str(folder / "tasks"), device="cpu", dtype="float32", threads=1)
+    tasks = (
+        TaskBudget(task="letters", metric="acc", budget=0.1),
+        TaskBudget(task="copy", metric="exact_match", budget=0.1),
+    )
+    entry = ModelEntry(name="m", path=str(directory), tasks=tasks)
+    found = fingerprint(Checkpoint.open(directory, "m"), folder / "scans")
+    return Evaluator(directory, found, entry, settings, ScoreLog(folder / "log"), folder / "cache"), found
+
+
+def by_hand(model: torch.nn.Module, layer: torch.nn.Module, sequences: list[TokenSequence]) -> float:
+    """One sequence after the other, nothing padded."""
+    outputs, gradients = [], []
+
+    def watch(_: object, given: object, output: torch.Tensor) -> None:
+        output.retain_grad()
+        outputs.append(output)
+
+    hook = layer.register_forward_hook(watch)
+    for sequence in sequences:
+        logits = model(torch.tensor([sequence.tokens])).logits[0, -len(sequence.targets) :]
+        chances = logits.log_softmax(-1)[torch.arange(len(sequence.targets)), list(sequence.targets)]
+        chances.sum().backward()  # type: ignore[no-untyped-call]
+        gradients.append(outputs[-1].grad[0])
+    hook.remove()
+    model.zero_grad()
+    rows, slopes = torch.cat([o[0].detach() for o in outputs]), torch.cat(gradients)
+    product = rows.square().sum(1).mean() * slopes.square().sum(1).mean() / rows.shape[1]
+    return float(product)
+
+
+def test_it_is_what_autograd_gives_one_sequence_after_the_other(opened: Opened) -> None:
+    evaluator, found = opened
+    held = evaluator.originals()
+    sequences = held.sequences(evaluator.suite, "profile")[:40:3]
+    names = [slot.tensor for slot in found.slots] + ["model.norm.weight", "model.embed_tokens.weight"]
+    got = importance(held, sequences, names)
+    assert set(got) == set(names)
+    for name in names[::3] + names[-2:]:
+        assert got[name] == pytest.approx(by_hand(held.model, held.module(name), sequences), rel=1e-3)
+
+
+def test_answers_are_what_is_scored_and_what_the_model_writes(opened: Opened) -> None:
+    evaluator, _ = opened
+    held = evaluator.originals()
+    tokenizer = held.scorer.tokenizer
+    texts = [tokenizer.decode([*s.tokens, s.targets[-1]]) for s in held.sequences(evaluator.suite, "profile")]
+    choices, outputs = [t for t in texts if " then" in t], [t for t in texts if "say " in t]
+    asked = evaluator.suite.questions("profile")
+    assert len(choices) == 3 * asked["letters"] and len(outputs) <= asked["copy"] and len(outputs) > 0
+
+
+def test_the_model_is_left_as_it_was(opened: Opened) -> None:
+    evaluator, found = opened
+    before = evaluator.originals().answers(evaluator.suite, "search")
+    held = evaluator.originals()
+    importance(held, held.sequences(evaluator.suite, "profile"), [found.slots[0].tensor])
+    assert all(p.grad is None and p.requires_grad for p in held.model.parameters())
+    assert held.answers(evaluator.suite, "search") == before
+
+
+def test_it_is_collected_once_and_1_on_the_average_of_projections(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, found = opened
+    made = Importance(tmp_path, found, evaluator)
+    assert fmean(made.of(slot.tensor) for slot in found.slots) == pytest.approx(1.0)
+    monkeypatch.setattr(Evaluator, "originals", lambda self: pytest.fail("the model was asked again"))
+    assert Importance(tmp_path, found, evaluator).of(found.slots[3].tensor) == made.of(found.slots[3].tensor)
+    with pytest.raises(EvaluationError, match="no question reaches this tensor"):
+        made.of("model.layers.9.mlp.up_proj.weight")
+
+
+def test_of_many_answers_an_even_part_is_derived(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, found = opened
+    held = evaluator.originals()
+    sequences = held.sequences(evaluator.suite, "profile")
+    derived: list[TokenSequence] = []
+    real = module._backward
+    monkeypatch.setattr(
+        module, "_backward", lambda model, batch, sums: (derived.extend(batch), real(model, batch, sums))
+    )
+    total = sum(len(s.tokens) for s in sequences)
+    importance(held, sequences, [found.slots[0].tensor], tokens=total // 3)
+    assert len(derived) == pytest.approx(len(sequences) / 3, abs=1.5)
+    assert {s.tokens for s in derived} <= {s.tokens for s in sequences} and sequences[0] in derived
+
+
+def test_what_cannot_be_derived_says_what_to_do(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, found = opened
+    held = evaluator.originals()
+    with pytest.raises(EvaluationError, match="no question asks for an answer"):
+        importance(held, [], [found.slots[0].tensor])
+    hook = held.module(found.slots[0].tensor).register_forward_hook(lambda _, given, output: output.detach())
+    try:
+        with pytest.raises(EvaluationError, match="cannot be derived") as caught:
+            importance(held, held.sequences(evaluator.suite, "profile"), [found.slots[0].tensor])
+    finally:
+        hook.remove()
+    assert "search.errors: outputs" in (caught.value.problem.remedy or "")
+    assert all(p.requires_grad for p in held.model.parameters())
