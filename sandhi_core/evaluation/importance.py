@@ -26,7 +26,7 @@ from sandhi_core.evaluation.resident import Resident
 from sandhi_core.records import Fingerprint
 from sandhi_core.side_files import keep, kept
 
-TOKENS = 2**17
+TOKENS = 2**14
 """As many of the split's answers, evenly chosen, as have so many tokens together with what stands before them."""
 
 BATCH = 1024
