@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
+from sandhi_core.rungs.choice import AVERAGES
 from sandhi_core.rungs.ladder import MOST_SCORES
 
 # How often a stage reads the whole checkpoint of a model it is about.
@@ -41,9 +42,11 @@ class Excluded(Record):
 
 
 class Forecast(Record):
-    """Upper bounds. `evaluations` counts scorings of one model on one split."""
+    """Upper bounds. `evaluations` counts scorings of one model on one split, `decompositions` singular value
+    decompositions of one matrix."""
 
     evaluations: int
+    decompositions: int
     bytes_read: int
     bytes_written: int
     groups: tuple[CompatibleModels, ...]
@@ -63,23 +66,35 @@ def forecast(
     steps = {
         m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared} for m, f in fingerprints.items()
     }
-    evaluations = read = written = 0
+    places = {m: sum((s.key, s.layer) in shared for s in f.slots) for m, f in fingerprints.items()}
+    merging, ladder = pool.merging, pool.search.strategy == "ladder"
+    grouped = merging.compares and any(stage == "groups" for stage, _ in stale)  # which decomposes what ladders need
+    evaluations = decompositions = read = written = 0
     for stage, key in stale:
         models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
         read += READS.get(stage, 0) * sum(fingerprints[m].nbytes for m in models)
         evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
-        if stage == "trajectory" and pool.search.strategy == "ladder":
+        if stage == "trajectory" and ladder and not grouped:
             written += sum(ladder_bytes(fingerprints[m]) for m in models)
+            decompositions += sum(places[m] for m in models)
         if stage == "merged_weights":
             written += sum(fingerprints[m].nbytes for m in models)
         if stage == "groups":
             slots = [s for place in shared.values() for s in place if s.model in models]
             read += sum(s.nbytes for s in slots)
-            written += sum(place[0].nbytes for place in shared.values() if place[0].model in models)
+            sets = [place for place in shared.values() if place[0].model in models]
+            written += sum(place[0].nbytes * tensors_tried(len(place), pool) for place in sets)
+            if merging.weighs:
+                evaluations += INPUT_PASSES * len(models)
+                read += sum(fingerprints[m].nbytes for m in models)
+                written += sum(ladder_bytes(fingerprints[m]) for m in models)
+            if merging.compares:
+                decompositions += sum(len(place) * tensors_tried(len(place), pool) for place in sets)
     groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
     alone = {m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()}
     return Forecast(
         evaluations=evaluations,
+        decompositions=decompositions,
         bytes_read=read,
         bytes_written=written,
         groups=groups,
@@ -120,6 +135,14 @@ def _evaluations(stage: str, steps: int, layers: int, pool: Pool) -> int:
         case "sharing_proof":
             return 1
     return 0
+
+
+def tensors_tried(members: int, pool: Pool) -> int:
+    """Shared tensors that a group of so many members makes, at most: one a method, and of averages one for every
+    contributor left out."""
+    methods = pool.merging.methods
+    averages = sum(method in AVERAGES for method in methods) if pool.merging.reform else 0
+    return len(methods) + averages * max(members - 2, 0)
 
 
 def ladder_bytes(fingerprint: Fingerprint) -> int:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sandhi_core.grouping_methods import Measures, Methods
 from sandhi_core.grouping_order import Place
 from sandhi_core.kinship import STRANGERS
 from sandhi_core.pool import GroupingSettings, MergingSettings
-from sandhi_core.records import Contributor, Fingerprint, Group, Recipe, Slot, TensorInfo
+from sandhi_core.records import Fingerprint, Group, Slot, TensorInfo
 from sandhi_core.ward import Point, standardised, ward_groups
 
 Stage = Literal[1, 2]
@@ -21,6 +22,7 @@ Where = tuple[str, int, str]
 
 NO_PARTNER = "no other model has a matrix of this shape, dtype and meaning in this layer"
 NO_KIN = "the models with such a matrix in this layer were trained from other weights"
+NO_BASE = "no base has a matrix of this shape, dtype and meaning in this layer"
 NOT_CLUSTERED = "clustered with no other model's matrix"
 DISTURBED = "noise in its component costs more than the gate"
 DUPLICATE = "exact duplicate: the bytes are equal already, shared without a merge"
@@ -41,7 +43,7 @@ class Formed:
 class Former:
     """Forms groups of the slots of `fingerprints`. `tolerant`: model to the components whose noise drop is
     within the gate; only these take part in `reference` candidates. `families`: model to what `wide` ones keep apart;
-    models that are not named are one family."""
+    models that are not named are one family. `measures`: see Methods."""
 
     def __init__(
         self,
@@ -50,12 +52,13 @@ class Former:
         grouping: GroupingSettings,
         merging: MergingSettings,
         families: Mapping[str, str],
+        measures: Measures | None = None,
     ) -> None:
         self.candidates = grouping.candidates
         self.slots = [s for _, f in sorted(fingerprints.items()) for s in f.slots]
         self._tensors = {(m, t.name): t for m, f in fingerprints.items() for t in f.tensors}
         self._tolerant = tolerant
-        self._merging = merging
+        self.methods = Methods(merging, self._info, measures)
         self._families = families
 
     def home(self, slot: Slot) -> tuple[int, str, str]:
@@ -76,8 +79,10 @@ class Former:
         for stage, members in sets:
             if len({s.digest for s in members}) == 1:
                 reasons |= {where(s): DUPLICATE for s in members}
+            elif (choice := self.methods.chosen(members)) is None:
+                reasons |= {where(s): NO_BASE for s in members}
             else:
-                groups.append(Group(recipe=self.recipe(members), members=members, stage=stage))
+                groups.append(Group(recipe=choice.recipe, members=members, stage=stage, compared=dict(choice.compared)))
         grouped = {where(s) for g in groups for s in g.members}
         return Formed(tuple(groups), {w: reason for w, reason in reasons.items() if w not in grouped})
 
@@ -89,31 +94,6 @@ class Former:
 
     def eligible(self, slot: Slot) -> bool:
         return self.candidates == "wide" or (slot.component, slot.layer) in self._tolerant[slot.model]
-
-    def recipe(self, slots: Sequence[Slot]) -> Recipe:
-        """The recipe that `slots` (sorted by model and layer) contribute to."""
-        info = self._info(slots[0])
-        return Recipe(
-            projection=slots[0].projection,
-            shape=info.shape,
-            dtype=info.dtype,
-            method=self._merging.methods[0],
-            rescale=self._merging.rescale,
-            contributors=tuple(
-                Contributor(model=s.model, layer=s.layer, tensor=s.tensor, digest=s.digest) for s in slots
-            ),
-        )
-
-    def repinned(self, recipe: Recipe, now: Mapping[Where, Slot]) -> Recipe:
-        """`recipe` with the contributors' present bytes (a contributor that is gone stays as it was
-        pinned)."""
-        pinned = []
-        for c in recipe.contributors:
-            slot = now.get((c.model, c.layer, recipe.projection))
-            update = {"tensor": slot.tensor, "digest": slot.digest} if slot is not None else {}
-            pinned.append(c.model_copy(update=update))
-        method = {"method": self._merging.methods[0], "rescale": self._merging.rescale}
-        return recipe.model_copy(update={"contributors": tuple(pinned), **method})
 
     def _info(self, slot: Slot) -> TensorInfo:
         return self._tensors[slot.model, slot.tensor]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from math import ceil
@@ -12,7 +13,7 @@ import torch
 
 from sandhi_core.checkpoint import resolve
 from sandhi_core.errors import Problem, SandhiError
-from sandhi_core.forecast import ladder_bytes
+from sandhi_core.forecast import ladder_bytes, tensors_tried
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.pool_rules import is_fraction
 from sandhi_core.records import Fingerprint, Split
@@ -29,10 +30,14 @@ _TOLERANCE = 1e-12  # of a budget that is exactly one question
 
 
 def check_pool(
-    pool: Pool, fingerprints: Mapping[str, Fingerprint], questions: Questions | None, root: Path
+    pool: Pool,
+    fingerprints: Mapping[str, Fingerprint],
+    questions: Questions | None,
+    root: Path,
+    bases: Mapping[str, Fingerprint] | None = None,
 ) -> list[Problem]:
-    """Problems between the models of a pool, and between it and the artifact root. `fingerprints` may lack
-    models that have problems of their own; `questions` may lack tasks that cannot be built."""
+    """Problems between the models of a pool, and between it and the artifact root. `fingerprints` and `bases` may lack
+    what has problems of its own; `questions` may lack tasks that cannot be built."""
     problems = [*_device(pool), *_task_folder(pool), *_device_memory(pool, fingerprints)]
     problems += [*_same_checkpoint(pool), *_partners(pool, fingerprints), *_tokenizers(pool, fingerprints)]
     for entry in pool.models:
@@ -42,7 +47,7 @@ def check_pool(
             if task.task in counted:
                 problems += _budget(pool, entry, task, counted[task.task])
                 problems += _certifiable(pool, entry, task, counted[task.task]["holdout"])
-    problems += _room(pool, fingerprints, root)
+    problems += [*_fitting(pool, fingerprints, bases or {}), *_room(pool, fingerprints, root)]
     return problems
 
 
@@ -128,6 +133,21 @@ def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[P
                 "serve it on its own, or add models of its shape, dtype and configuration",
                 "warning",
                 model,
+            )
+
+
+def _fitting(
+    pool: Pool, fingerprints: Mapping[str, Fingerprint], bases: Mapping[str, Fingerprint]
+) -> Iterator[Problem]:
+    """Bases that no two models could share a matrix of."""
+    met = Counter((s.layer, s.key) for f in fingerprints.values() for s in f.slots)
+    for name, base in bases.items():
+        if len(pool.models) == len(fingerprints) and all(met[s.layer, s.key] < 2 for s in base.slots):
+            yield _problem(
+                "base-fits-nothing",
+                "has no matrix of the shape, dtype and meaning that two models of the pool have in its layer",
+                "name the checkpoint that they were trained from, in their dtype; or leave it out",
+                model=name,
             )
 
 
@@ -237,8 +257,8 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
             file=str(existing),
         )
         return
-    least, most = _bytes_written(fingerprints)
-    if pool.search.strategy == "ladder":
+    least, most = _bytes_written(pool, fingerprints)
+    if pool.search.strategy == "ladder" or pool.merging.weighs:
         most += sum(map(ladder_bytes, fingerprints.values()))
     free = shutil.disk_usage(existing).free
     if free < most:
@@ -252,7 +272,7 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
         )
 
 
-def _bytes_written(fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
+def _bytes_written(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
     """Bytes of an export and of the shared tensors tried for it: at least, and at most."""
     tensors = {t.digest: t.nbytes for f in fingerprints.values() for t in f.tensors}
     sets: dict[tuple[str, int], list[tuple[str, int]]] = {}
@@ -262,5 +282,5 @@ def _bytes_written(fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
     shareable = [members for members in sets.values() if len(members) > 1]
     could_go = dict(member for members in shareable for member in members)
     least = sum(n for digest, n in tensors.items() if digest not in could_go)
-    tried = sum(members[0][1] for members in shareable)
+    tried = sum(members[0][1] * tensors_tried(len(members), pool) for members in shareable)
     return least, sum(f.nbytes for f in fingerprints.values()) + tried

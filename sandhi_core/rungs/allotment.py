@@ -38,15 +38,19 @@ class Candidate:
     limit: int
 
 
+def bid(candidate: Candidate, price: float) -> tuple[float, int | None]:
+    """What a slot costs at least at `price`, an error for each MiB, and the rank at which it does; None where that is
+    its own matrix."""
+    rank = min(int((candidate.squares > price * _mib(candidate, 1)).sum()), candidate.limit)
+    shared = float(candidate.squares[rank:].sum()) + price * _mib(candidate, rank)
+    private = price * candidate.spared / 2**20
+    return (shared, rank) if shared < private else (private, None)
+
+
 def by_price(candidates: Mapping[str, Candidate], price: float) -> Ranks:
     """The cheapest for every slot at `price`, an error for each MiB. As the price rises, ranks fall and slots share."""
-    ranks = {}
-    for name, candidate in candidates.items():
-        rank = min(int((candidate.squares > price * _mib(candidate, 1)).sum()), candidate.limit)
-        shared = float(candidate.squares[rank:].sum()) + price * _mib(candidate, rank)
-        if shared < price * candidate.spared / 2**20:
-            ranks[name] = rank
-    return ranks
+    bids = {name: bid(candidate, price)[1] for name, candidate in candidates.items()}
+    return {name: rank for name, rank in bids.items() if rank is not None}
 
 
 def nbytes(shape: Sequence[int], rank: int) -> int:

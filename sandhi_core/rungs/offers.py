@@ -9,11 +9,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from sandhi_core.assignment import Assignment, factor_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
-from sandhi_core.records import Adjustment, Contributor, Fingerprint, Plan, PlannedMerge, Recipe, digest_of
-from sandhi_core.rungs.allotment import LADDER_VERSION, Candidate, Ranks
+from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
+from sandhi_core.rungs.allotment import LADDER_VERSION, Candidate, Ranks, nbytes
 from sandhi_core.rungs.residual import Residual, spectrum
 from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
@@ -66,7 +68,7 @@ class Offers:
         names = [slot.tensor for slot in self._fingerprint.slots if slot.tensor in merges]
         offers, begun, last = {}, time.monotonic(), time.monotonic()
         for done, name in enumerate(names, 1):
-            offers[name] = self._offer(merges[name])
+            offers[name] = self.offer(merges[name].tensor, merges[name].recipe)
             if time.monotonic() - last > TOLD_EVERY:
                 last = time.monotonic()
                 left = (last - begun) / done * (len(names) - done)
@@ -92,28 +94,53 @@ class Offers:
             up=self._store.put(up, residual.up),
         )
 
-    def _offer(self, merge: PlannedMerge) -> Offer:
-        shared = self._shared(merge.recipe)
-        own = self._fingerprint.tensor(merge.tensor)
-        key = digest_of([LADDER_VERSION, own.digest, shared, self._inputs.key, merge.tensor])
-        file = self._folder / f"{key}.safetensors"
+    def offer(self, tensor: str, recipe: Recipe) -> Offer:
+        """A recipe's tensor for the slot with this one. Raises what making it or collecting the inputs raises."""
+        shared, file = self._shared(recipe), self._file(tensor, recipe)
         found = kept(file)
         if found is None:
-            own_matrix, with_it = self._checkpoint.tensor(merge.tensor), self._store.tensor(shared)
-            found = spectrum(own_matrix, with_it, self._inputs.weighting(merge.tensor)).kept(own.nbytes)
+            own_matrix, with_it = self._checkpoint.tensor(tensor), self._store.tensor(shared)
+            own = self._fingerprint.tensor(tensor)
+            found = spectrum(own_matrix, with_it, self._inputs.weighting(tensor)).kept(own.nbytes)
             keep(file, found)
-        squares = found["squares"].numpy()
-        limit = min(self._largest, len(found["down"]))
-        return Offer(shared, Candidate(squares, own.shape, _spared(merge, self._fingerprint.model), limit), file)
+        return Offer(shared, self._candidate(tensor, recipe, found["squares"]), file)
+
+    def candidate(self, tensor: str, recipe: Recipe) -> Candidate:
+        """What `offer` would have the slot bid, after `shorten` too."""
+        found = kept(_short(self._file(tensor, recipe)))
+        if found is None:
+            return self.offer(tensor, recipe).candidate
+        return self._candidate(tensor, recipe, found["squares"])
+
+    def shorten(self, tensor: str, recipe: Recipe) -> None:
+        """Keep of a spectrum that is not to be used only what bids need: it takes as much as the slot itself."""
+        file = self._file(tensor, recipe)
+        if found := kept(file):
+            keep(_short(file), {"squares": found["squares"]})
+            file.unlink()
+
+    def _file(self, tensor: str, recipe: Recipe) -> Path:
+        own = self._fingerprint.tensor(tensor).digest
+        key = digest_of([LADDER_VERSION, own, self._shared(recipe), self._inputs.key, tensor])
+        return self._folder / f"{key}.safetensors"
+
+    def _candidate(self, tensor: str, recipe: Recipe, squares: Tensor) -> Candidate:
+        own = self._fingerprint.tensor(tensor)
+        limit = min(self._largest, len(squares), own.nbytes // nbytes(own.shape, 1))
+        return Candidate(squares.numpy(), own.shape, _spared(own.nbytes, recipe, self._fingerprint.model), limit)
 
 
 TOLD_EVERY = 30.0
 """Seconds between two lines about how far it is."""
 
 
-def _spared(merge: PlannedMerge, model: str) -> float:
-    """Bytes: of n contributors' matrices one is kept, which each of them pays in part; a model that only joins a tensor
-    spares all of its own."""
-    contributors: tuple[Contributor, ...] = merge.recipe.contributors
-    count = len({c.model for c in contributors})
-    return merge.nbytes * ((count - 1) / count if any(c.model == model for c in contributors) else 1.0)
+def _short(file: Path) -> Path:
+    return file.with_suffix(".squares")
+
+
+def _spared(size: int, recipe: Recipe, model: str) -> float:
+    """Bytes, of a slot of that size: of n matrices one is kept, which each of those who pay for it pays in part (so
+    that the owner of a tensor that is taken as it is spares nothing); a model that only joins a tensor spares all of
+    its own."""
+    payers = set(recipe.payers) or {c.model for c in recipe.contributors}
+    return size * ((len(payers) - 1) / len(payers) if model in payers else 1.0)
