@@ -38,7 +38,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and by method what was compared: the mean over PRICES of the natural logarithm of the cost."""
+    """A recipe, and by method what was compared: the mean over PRICES of the natural logarithm of the cost (of the taken
+    one after contributors were left out)."""
 
     recipe: Recipe
     compared: Mapping[Method, float]
