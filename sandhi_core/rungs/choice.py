@@ -38,8 +38,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and by method what was compared: the mean over PRICES of the natural logarithm of the cost (of the taken
-    one after contributors were left out)."""
+    """A recipe, and by method what was compared: the mean over PRICES of the natural logarithm of the cost (of what is
+    taken after contributors were left out)."""
 
     recipe: Recipe
     compared: Mapping[Method, float]

@@ -11,14 +11,20 @@ import torch
 import yaml
 from torch import Tensor
 
+from assets import checkpoint, groups
+from resources.bench import Bench
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.catalogue import load_catalogue
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.layout import read_manifest
 from sandhi_core.pool import load_pool
 from sandhi_core.records import Group, Groups
 from tests.models import edit_tensors, fine_tune, tiny_llama
 from tests.pipelines.conftest import Line, PoolWriter, built, sandhi
+from tests.pipelines.test_families import materialise
 from tests.pipelines.test_line import tensor_bytes
 from tests.pipelines.test_residuals import LADDER
+from tests.synthetic import profile
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +47,9 @@ def chosen(trained: Path, trained_pool: Path, tmp_path_factory: pytest.TempPathF
 
 
 def test_every_group_took_the_method_that_costs_least(chosen: Line) -> None:
-    groups = groups_of(chosen.root)
-    assert groups
-    for group in groups:
+    found = groups_of(chosen.root)
+    assert found
+    for group in found:
         assert list(group.compared) and set(group.compared) == set(METHODS)
         assert group.compared[group.recipe.method] == min(group.compared.values())
 
@@ -61,9 +67,9 @@ def test_what_is_shared_is_proved_and_counted(chosen: Line) -> None:
 
 
 def test_spectra_of_methods_not_taken_are_kept_in_short(chosen: Line) -> None:
-    groups = groups_of(chosen.root)
+    found = groups_of(chosen.root)
     spectra = chosen.root / "spectra"
-    members = sum(len(g.members) for g in groups)
+    members = sum(len(g.members) for g in found)
     assert len(list(spectra.glob("*.safetensors"))) <= members
     assert len(list(spectra.glob("*.squares"))) >= 2 * members
 
@@ -98,6 +104,18 @@ def adapted(directory: Path, seed: int, rank: int = 2) -> Path:
 NAMES = ("a", "b", "c")
 
 
+def formed(pool: Path, root: Path) -> list[Group]:
+    """The groups of a pool, its stages run up to them; profiles are made up: they order steps and nothing else."""
+    catalogue = load_catalogue([pool])
+    bench = Bench(catalogue, Artifacts(root), lambda model, seconds: None)
+    for model in catalogue.keys("model"):
+        materialise(bench, checkpoint.STAGE, model)
+        bench.artifacts.save(("profile", model), "", {}, profile(model, 2))
+    for key in catalogue.keys("group"):
+        materialise(bench, groups.STAGE, key)
+    return groups_of(root)
+
+
 def merging(*methods: str, **others: Any) -> dict[str, Any]:
     return {**LADDER, "merging": {"residuals": "low_rank", "methods": list(methods), **others}}
 
@@ -116,22 +134,12 @@ def test_fine_tunes_by_adapters_share_their_base_whatever_else_is_offered(
     tuned: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Their difference from it has rank 2 and the residual is as good as exact; from their mean it has rank 6."""
-    bases = ["stranger", "base"]
-    pool = tuned(NAMES, **merging(*METHODS, bases=bases))
-    document = built(pool, tmp_path / "root")
-    groups = groups_of(tmp_path / "root")
-    assert len(groups) == 14
-    for group in groups:
+    found = formed(tuned(NAMES, **merging(*METHODS, bases=["stranger", "base"])), tmp_path / "root")
+    assert len(found) == 14
+    for group in found:
         assert group.recipe.method == "base" and group.recipe.payers == NAMES
         assert [c.model for c in group.recipe.contributors] == ["merging.bases[1]"]
-    base = Checkpoint.open(tmp_path / "base", "base")
-    manifest = read_manifest(Path(document["pools"]["tiny"]["export"]))
-    for model in manifest.models.values():
-        merged = {name: t for name, t in model.tensors.items() if t.sharing == "merged"}
-        assert merged
-        for name in merged:
-            assert (tmp_path / "root" / "store" / merged[name].digest).is_dir()
-            assert base.header(name).shape == merged[name].shape
+        assert group.compared["base"] < min(cost for method, cost in group.compared.items() if method != "base")
 
 
 def test_a_newcomer_changes_nobody_elses_recipes_and_a_changed_base_everybodys(
@@ -157,9 +165,9 @@ def test_a_members_own_tensor_costs_that_model_nothing(tiny_pool: PoolWriter, tm
         fine_tune(tiny_llama(tmp_path / name, seed=1), seed=50 + seed, moved=0.01 * (seed + 1))
     pool = tiny_pool(NAMES, merging={"methods": ["member"]})
     document = built(pool, tmp_path / "root")
-    groups = groups_of(tmp_path / "root")
+    found = groups_of(tmp_path / "root")
     # Nearest to the others is who moved least.
-    assert {tuple(c.model for c in g.recipe.contributors) for g in groups} == {("a",)}
+    assert {tuple(c.model for c in g.recipe.contributors) for g in found} == {("a",)}
     models = document["pools"]["tiny"]["models"]
     assert models["a"]["original"] == models["a"]["merged"]
     manifest = read_manifest(Path(document["pools"]["tiny"]["export"]))
@@ -178,12 +186,10 @@ def test_a_members_own_tensor_costs_that_model_nothing(tiny_pool: PoolWriter, tm
 def test_one_model_that_went_its_own_way_is_left_out_of_the_average(tiny_pool: PoolWriter, tmp_path: Path) -> None:
     names = (*NAMES, "odd")
     for seed, name in enumerate(names):
-        fine_tune(tiny_llama(tmp_path / name, seed=1), seed=50 + seed, moved=0.4 if name == "odd" else 0.005)
-    sections = merging("mean", reform=True) | {"grouping": {"on_new_model": "regroup"}}
-    built(tiny_pool(names, **sections), tmp_path / "root")
-    groups = groups_of(tmp_path / "root")
-    assert {tuple(c.model for c in g.recipe.contributors) for g in groups} == {NAMES}
-    assert all(len(g.members) == 4 and set(g.compared) == {"mean"} for g in groups)
+        fine_tune(tiny_llama(tmp_path / name, seed=1), seed=50 + seed, moved=0.15 if name == "odd" else 0.005)
+    found = formed(tiny_pool(names, **merging("mean", reform=True)), tmp_path / "root")
+    assert {tuple(c.model for c in g.recipe.contributors) for g in found} == {NAMES}
+    assert all(len(g.members) == 4 and set(g.compared) == {"mean"} for g in found)
 
 
 def test_bases_that_do_not_fit_are_told_before_anything_runs(tiny_pool: PoolWriter, tmp_path: Path) -> None:
