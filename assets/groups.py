@@ -5,6 +5,7 @@ from collections import Counter
 from functools import cache, partial
 
 from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.besides import besides
 from sandhi_core.grouping import make_groups
 from sandhi_core.grouping_methods import Measures
 from sandhi_core.kinship import families
@@ -26,6 +27,7 @@ def run(job: Job) -> Outcome:
         earlier = artifacts.load(Groups, "groups", job.key)
     fingerprints = {m: job.bench.fingerprint(m) for m in models}
     related = families(fingerprints, partial(row_statistics, job.bench.scans)) if grouping.candidates == "wide" else {}
+    beside = {m: besides(job.bench.checkpoint(m), fingerprints[m], grouping.besides) for m in models}
     record = make_groups(
         pool.name,
         job.key,
@@ -36,6 +38,7 @@ def run(job: Job) -> Outcome:
         pool.profile.gate,
         earlier,
         related,
+        beside,
         None if pool.merging.plain else _measures(job),
     )
     methods = Counter(g.recipe.method for g in record.groups)

@@ -1,4 +1,4 @@
-"""Makes a pool of real size: full fine-tunes of SmolLM2-135M, each on one of the demo's tasks, about ten minutes each.
+"""Makes a pool of real size: full fine-tunes of SmolLM2-135M, each on one of the demo's tasks, about five minutes each.
 
 What is there already is kept; a model that was being trained when the run ended begins anew.
 """
@@ -24,7 +24,7 @@ from demo.tasks import draw, write_tasks
 from demo.train import Row, collate, encode, loss_of
 
 SPECIALISTS = {"converter": "units", "inflector": "past", "chemist": "formula"}
-STEPS, BATCH, RATE, WARMUP = 240, 32, 5e-5, 15
+STEPS, BATCH, RATE, WARMUP = 100, 32, 5e-5, 15
 TOLD_EVERY = 20  # steps
 BUDGET = 0.02
 

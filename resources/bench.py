@@ -5,7 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 from sandhi_core.artifacts import Artifacts
-from sandhi_core.assignment import Assignment
+from sandhi_core.assignment import Assignment, parts_of
 from sandhi_core.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import CheckpointError, MergeError, PreflightError, StoreError
 from sandhi_core.evaluation.evaluator import Evaluator
@@ -17,6 +17,7 @@ from sandhi_core.pool import Base, ModelEntry, Pool
 from sandhi_core.preflight import check_base
 from sandhi_core.recipes import SharedTensors
 from sandhi_core.records import Contributor, Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
+from sandhi_core.rungs.allotment import Bid
 from sandhi_core.rungs.grams import Gram
 from sandhi_core.rungs.offers import ALL, Offers
 from sandhi_core.store import Store
@@ -121,6 +122,7 @@ class Bench:
             self.store,
             self.shared_tensors(pool).digest,
             ALL if pool.merging.residuals == "low_rank" else 0,
+            pool.merging.affine == "rows",
         )
 
     def restore(self, key: str, assignment: Assignment) -> None:
@@ -129,7 +131,7 @@ class Bench:
         Raises StoreError where a residual comes out otherwise: then it is not what was scored.
         """
         lost = {
-            n: a for n, a in assignment.adjustments.items() if not (self.store.has(a.up) and self.store.has(a.down))
+            n: a for n, a in assignment.adjustments.items() if not all(map(self.store.has, parts_of(n, a).values()))
         }
         gone = {name for name, digest in assignment.tensors.items() if not self.store.has(digest)} | lost.keys()
         if not gone:
@@ -139,7 +141,9 @@ class Bench:
         for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
             self.shared_tensors(pool).digest(merge.recipe)
         offering = self.offers(pool, entry, self.evaluator(pool, entry))
-        again = offering.assigned(offering.of(plan, lost), {name: a.rank for name, a in lost.items()})
+        again = offering.assigned(
+            offering.of(plan, lost), {n: Bid(a.rank, a.kind == "affine") for n, a in lost.items()}
+        )
         if changed := [name for name, found in again.adjustments.items() if found != lost[name]]:
             raise StoreError(
                 "the residual that was scored is lost, and what is made in its place differs",

@@ -7,18 +7,18 @@ class has them).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sandhi_core.architectures import ORDER, Experts, Matrix
 from sandhi_core.checkpoint import refuse
 from sandhi_core.errors import CheckpointError, Problem
-from sandhi_core.meaning import Meaning
+from sandhi_core.meaning import EMBEDDING, HEAD, Meaning
 from sandhi_core.records import DTYPE_BYTES, Component, Slot, digest_of
 from sandhi_core.survey_files import HeaderEntry
 
-EMBEDDING, HEAD, FINAL_NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+FINAL_NORM = "norm.weight"
 _BUFFER = re.compile(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 _LAYER = re.compile(r"layers\.([0-9]{1,6})\.")
 _RESAVE = "save the whole model again with save_pretrained"
@@ -26,7 +26,7 @@ _RESAVE = "save the whole model again with save_pretrained"
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor that the configuration asks for."""
+    """A tensor that the configuration asks for; a slot of the search where it is a `projection`."""
 
     shape: tuple[int, ...]
     layer: int = -1
@@ -117,6 +117,39 @@ def slots(
     return tuple(shareable), tuple(sorted(n for n, w in reading.found.items() if w.private))
 
 
+def beside(
+    model: str,
+    config: dict[str, Any],
+    headers: Mapping[str, HeaderEntry],
+    digests: Mapping[str, str],
+    kinds: Collection[str],
+) -> tuple[Slot, ...]:
+    """What lies beside the projections of a model with sound tensors and may be shared too, of these `kinds` of
+    component: by layer (-1 outside of all), then name. A tied head is no slot of its own: it is the embedding.
+
+    Keys are as those of `slots`; what embeddings must agree in besides is the vocabulary (see besides).
+    """
+    meaning = Meaning(model, config)
+    found = []
+    for name, wanted in _read(meaning, headers).found.items():
+        if wanted.projection or wanted.private or wanted.component not in kinds or (name == HEAD and meaning.tied):
+            continue
+        short = _LAYER.sub("", name.removeprefix("model."), count=1)
+        found.append(
+            Slot(
+                model=model,
+                layer=wanted.layer,
+                projection=short,
+                component=wanted.component,
+                tensor=name,
+                digest=digests[name],
+                nbytes=headers[name].nbytes,
+                key=digest_of([short, headers[name].shape, headers[name].dtype, meaning.beside(short, wanted.layer)]),
+            )
+        )
+    return tuple(sorted(found, key=lambda s: (s.layer, s.projection)))
+
+
 def _key(meaning: Meaning, wanted: _Wanted, header: HeaderEntry) -> str:
     means = meaning.of(wanted.component, wanted.layer)
     return digest_of([wanted.projection, header.shape, header.dtype, means])
@@ -169,16 +202,19 @@ def _some(numbers: list[int]) -> str:
 
 def _outside_layers(meaning: Meaning, prefix: str, has_head: bool) -> Iterator[tuple[str, _Wanted]]:
     table = (meaning.size("V"), meaning.size("H"))
-    yield f"{prefix}{EMBEDDING}", _Wanted(table)
-    yield f"{prefix}{FINAL_NORM}", _Wanted((meaning.size("H"),))
+    yield f"{prefix}{EMBEDDING}", _Wanted(table, component="embeddings")
+    yield f"{prefix}{FINAL_NORM}", _Wanted((meaning.size("H"),), component="norms")
     if has_head or not meaning.tied:
-        yield HEAD, _Wanted(table)
+        yield HEAD, _Wanted(table, component="embeddings")
 
 
 def _layer(meaning: Meaning, layer: int, prefix: str, headers: Mapping[str, HeaderEntry]) -> dict[str, _Wanted]:
     """The tensors of one layer by name."""
     architecture, biased = meaning.architecture, meaning.biased()
-    wanted = {f"{prefix}{m}.weight": _Wanted(_shape(meaning, dims)) for m, dims in architecture.norms.items()}
+    wanted = {
+        f"{prefix}{m}.weight": _Wanted(_shape(meaning, dims), layer, component="norms")
+        for m, dims in architecture.norms.items()
+    }
     parts: list[tuple[Component, Mapping[str, Matrix]]] = [("attn", architecture.attention)]
     if meaning.sparse[layer]:
         wanted |= _experts(meaning, prefix, headers)
@@ -189,7 +225,7 @@ def _layer(meaning: Meaning, layer: int, prefix: str, headers: Mapping[str, Head
             shape = _shape(meaning, dims)
             wanted[f"{prefix}{module}.weight"] = _Wanted(shape, layer, projection, component)
             if module in biased:
-                wanted[f"{prefix}{module}.bias"] = _Wanted(shape[:1])
+                wanted[f"{prefix}{module}.bias"] = _Wanted(shape[:1], layer, component="norms")
     return wanted
 
 

@@ -27,7 +27,8 @@ class Experts:
 @dataclass(frozen=True)
 class Architecture:
     """A decoder layer. `biases` lists modules with a bias, under the configuration's flag for them (None:
-    always there). `norm` tells apart norms that scale by w and by 1 + w."""
+    always there). `norm` tells apart norms that scale by w and by 1 + w; `scaled`: embeddings are multiplied by the
+    root of the hidden size."""
 
     attention: Mapping[str, Matrix]
     mlp: Mapping[str, Matrix]
@@ -36,6 +37,7 @@ class Architecture:
     norm: Literal["w", "1+w"] = "w"
     activation: str = "hidden_act"  # the configuration's name for it
     experts: tuple[Experts, ...] = ()
+    scaled: bool = False
 
 
 ORDER = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
@@ -67,7 +69,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture(_ATTENTION, _MLP, _NORMS),
     "qwen2": Architecture(_ATTENTION, _MLP, _NORMS, ((None, _QKV),)),
     "qwen3": Architecture(_ATTENTION, _MLP, _NORMS | _QK_NORMS, (_ATTENTION_BIAS,)),
-    "gemma": Architecture(_ATTENTION, _MLP, _NORMS, (_ATTENTION_BIAS,), norm="1+w"),
+    "gemma": Architecture(_ATTENTION, _MLP, _NORMS, (_ATTENTION_BIAS,), norm="1+w", scaled=True),
     "gemma2": Architecture(
         _ATTENTION,
         _MLP,
@@ -75,6 +77,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         (_ATTENTION_BIAS,),
         norm="1+w",
         activation="hidden_activation",
+        scaled=True,
     ),
     "gemma3_text": Architecture(
         _ATTENTION,
@@ -83,6 +86,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         (_ATTENTION_BIAS,),
         norm="1+w",
         activation="hidden_activation",
+        scaled=True,
     ),
     "phi3": Architecture(
         {"self_attn.qkv_proj": ("qkv", "Q+2K", "H"), "self_attn.o_proj": ("o", "H", "Q")},

@@ -48,12 +48,25 @@ def factor_names(tensor: str) -> tuple[str, str]:
     return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
+def vector_names(tensor: str) -> tuple[str, str]:
+    """What an export calls the scale and the shift of a linear layer's rows, by the name of its weight."""
+    layer = tensor.removesuffix(".weight")
+    return f"{layer}.row_scale", f"{layer}.row_shift"
+
+
+def parts_of(tensor: str, added: Adjustment) -> dict[str, str]:
+    """What is added to a tensor: the names of its factors and vectors, each with its digest."""
+    names = (*factor_names(tensor), *vector_names(tensor))
+    digests = (added.down, added.up, added.scale, added.shift)
+    return {name: digest for name, digest in zip(names, digests, strict=True) if digest}
+
+
 def is_factor(tensor: str) -> bool:
-    """Whether a tensor has a name that PEFT or an export gives a factor, whatever it goes with."""
-    return ".lora_A." in tensor or ".lora_B." in tensor
+    """Whether a tensor has a name that PEFT or an export gives a factor or a vector, whatever it goes with."""
+    return ".lora_A." in tensor or ".lora_B." in tensor or tensor.endswith((".row_scale", ".row_shift"))
 
 
 def factors_among(names: Collection[str]) -> dict[str, str]:
-    """The factors among a model's tensors, each with the name of the weight that it goes with. No checkpoint that
-    enters a pool has such names of its own: every tensor of it is accounted for (architecture.py)."""
-    return {factor: name for name in names for factor in factor_names(name) if factor in names}
+    """The factors and vectors among a model's tensors, each with the name of the weight that it goes with. No
+    checkpoint that enters a pool has such names of its own: every tensor of it is accounted for (architecture.py)."""
+    return {part: name for name in names for part in (*factor_names(name), *vector_names(name)) if part in names}

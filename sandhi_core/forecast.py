@@ -24,6 +24,10 @@ INPUT_PASSES = 2
 """Over the profile split, of a model whose moments fit 2 GiB; larger ones take more."""
 
 
+USE_PASSES = 2
+"""Likewise, to see what norms and embeddings act on, where these may be shared."""
+
+
 class CompatibleModels(Record):
     """One partition of the `groups` stage: `sets` is how many sets of same-layer slots could share a tensor."""
 
@@ -68,15 +72,18 @@ def forecast(
     }
     places = {m: sum((s.key, s.layer) in shared for s in f.slots) for m, f in fingerprints.items()}
     merging, ladder = pool.merging, pool.search.strategy == "ladder"
-    grouped = merging.compares and any(stage == "groups" for stage, _ in stale)  # which decomposes what ladders need
+    grouped = merging.compares and any(
+        stage == "groups" for stage, _ in stale
+    )  # which decomposes what ladders need, without scaled rows
     evaluations = decompositions = read = written = 0
     for stage, key in stale:
         models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
         read += READS.get(stage, 0) * sum(fingerprints[m].nbytes for m in models)
         evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
-        if stage == "trajectory" and ladder and not grouped:
-            written += sum(ladder_bytes(fingerprints[m]) for m in models)
-            decompositions += sum(places[m] for m in models)
+        if stage == "trajectory" and ladder:
+            written += 0 if grouped else sum(ladder_bytes(fingerprints[m], pool) for m in models)
+            decompositions += sum(places[m] for m in models) * ((not grouped) + (merging.affine == "rows"))
+            evaluations += USE_PASSES * len(models) if pool.grouping.besides else 0
         if stage == "merged_weights":
             written += sum(fingerprints[m].nbytes for m in models)
         if stage == "groups":
@@ -87,9 +94,12 @@ def forecast(
             if merging.weighs:
                 evaluations += INPUT_PASSES * len(models)
                 read += sum(fingerprints[m].nbytes for m in models)
-                written += sum(ladder_bytes(fingerprints[m]) for m in models)
+                written += sum(ladder_bytes(fingerprints[m], pool) for m in models)
             if merging.compares:
                 decompositions += sum(len(place) * tensors_tried(len(place), pool) for place in sets)
+            if pool.grouping.besides:
+                rest = [_beside(fingerprints[m]) for m in models]
+                read, written = read + sum(rest), written + max(rest, default=0)
     groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
     alone = {m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()}
     return Forecast(
@@ -145,11 +155,17 @@ def tensors_tried(members: int, pool: Pool) -> int:
     return len(methods) + averages * max(members - 2, 0)
 
 
-def ladder_bytes(fingerprint: Fingerprint) -> int:
-    """What a model's ladder keeps beside the records, at most: decomposed differences, and moments of inputs in blocks
-    of 4096 columns."""
+def ladder_bytes(fingerprint: Fingerprint, pool: Pool) -> int:
+    """What a model's ladder keeps beside the records, at most: decomposed differences (with scaled rows once more), and
+    moments of inputs in blocks of 4096 columns."""
     sources = (fingerprint.tensor(s.tensor).shape[1] for s in fingerprint.slots if s.projection not in ("k", "v", "up"))
-    return sum(s.nbytes for s in fingerprint.slots) + sum(4 * width * min(width, 4096) for width in sources)
+    spectra = (2 if pool.merging.affine == "rows" else 1) * sum(s.nbytes for s in fingerprint.slots)
+    return spectra + sum(4 * width * min(width, 4096) for width in sources)
+
+
+def _beside(fingerprint: Fingerprint) -> int:
+    """Bytes of a model's tensors that are no projections."""
+    return fingerprint.nbytes - sum(slot.nbytes for slot in fingerprint.slots)
 
 
 def _tried(steps: int, pool: Pool) -> int:

@@ -143,7 +143,7 @@ def own_inputs(
         weighing = {m.name: scoring(pool, m) for m in pool.models if m.name in members} if pool.merging.weighs else {}
         return {
             "models": members,
-            "grouping": pool.grouping.model_dump(mode="json"),
+            "grouping": _grouping(pool),
             "merging": pool.merging.model_dump(mode="json"),
             "gate": pool.profile.gate,
             # What decides the moments of inputs, and the files of bases, are in no record that groups are made from.
@@ -160,15 +160,24 @@ def own_inputs(
         case "profile":
             return {"scoring": scoring(pool, entry), "seeds": pool.profile.seeds, "noise": pool.profile.noise}
         case "plan":
-            return {"grouping": pool.grouping.model_dump(mode="json"), "gate": pool.profile.gate}
+            return {"grouping": _grouping(pool), "gate": pool.profile.gate}
         case "trajectory":
             search = {**pool.search.model_dump(mode="json"), "tolerance": pool.tolerance(entry)}
-            ladder = [LADDER_VERSION, pool.merging.residuals] if pool.search.strategy == "ladder" else None
-            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder}
+            merging = pool.merging
+            # Named only where it is on: pools without it keep what they have.
+            ladder = [LADDER_VERSION, merging.residuals, *(["affine"] if merging.affine == "rows" else [])]
+            by_ladder = pool.search.strategy == "ladder"
+            return {"scoring": scoring(pool, entry), "search": search, "ladder": ladder if by_ladder else None}
         case "cutoffs":
             return {"budgets": budgets}
         case _:
             return {"scoring": scoring(pool, entry), "budgets": budgets, "quality": pool.holdout.quality}
+
+
+def _grouping(pool: Pool) -> dict[str, Any]:
+    """A pool that shares projections alone has the inputs that it had before anything else could be shared."""
+    left_out = None if pool.grouping.besides else {"besides"}
+    return pool.grouping.model_dump(mode="json", exclude=left_out)
 
 
 def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], Any]) -> Any:

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from sandhi_core.grouping_form import Former
+from sandhi_core.besides import Besides
+from sandhi_core.grouping_form import Former, where
 from sandhi_core.grouping_join import continued
 from sandhi_core.grouping_methods import Measures
 from sandhi_core.grouping_order import Place, reference_order, wide_order
@@ -31,6 +32,7 @@ def make_groups(
     gate: float,
     earlier: Groups | None,
     families: Mapping[str, str] | None = None,
+    besides: Mapping[str, Besides] | None = None,
     measures: Measures | None = None,
 ) -> Groups:
     """The groups of one compatibility group of a pool. `fingerprints` and `profiles`: by model, the same
@@ -38,19 +40,20 @@ def make_groups(
 
     With `on_new_model: join`, `earlier` groups are carried over as far as their slots still exist (see
     grouping_join), unless they were formed by another rule: then, and with `regroup`, all are formed from
-    scratch. `gate`: the largest drop under noise of a component that counts as tolerant. `families`: see Former;
-    `measures`: see Methods.
+    scratch. `gate`: the largest drop under noise of a component that counts as tolerant. `families`, `besides`: see
+    Former; `measures`: see Methods.
     """
     tolerant = {
         model: frozenset((s.component, s.layer) for s in profile.sensitivities if s.drop <= gate)
         for model, profile in profiles.items()
     }
-    former = Former(fingerprints, tolerant, grouping, merging, families or {}, measures)
+    former = Former(fingerprints, tolerant, grouping, merging, families or {}, besides or {}, measures)
     rule = former.methods.rule
     if earlier is not None and grouping.on_new_model == "join" and _same_rule(earlier, grouping, gate, rule):
         formed = continued(earlier, former, keep_removed=grouping.on_removed_model == "keep")
     else:
         formed = former.form(former.slots)
+    unfit = {where(slot): reason for found in (besides or {}).values() for slot, reason in found.unfit.items()}
     middle = (max(f.layers for f in fingerprints.values()) - 1) / 2
     return Groups(
         pool=pool,
@@ -62,7 +65,7 @@ def make_groups(
         groups=tuple(sorted(formed.groups, key=lambda g: _search_order(g, middle))),
         excluded=tuple(
             Exclusion(model=model, layer=layer, projection=projection, reason=reason)
-            for (model, layer, projection), reason in sorted(formed.reasons.items())
+            for (model, layer, projection), reason in sorted((formed.reasons | unfit).items())
         ),
     )
 
@@ -85,7 +88,7 @@ def make_plan(groups: Groups, fingerprint: Fingerprint, profile: Profile, pool: 
         nbytes = {place: sum(slot.nbytes for _, slot in found) for place, found in own.items()}
         drops: dict[Place, float] = {(s.component, s.layer): s.drop for s in profile.sensitivities}
         blocks = [own[place] for place in wide_order(nbytes, drops, groups.gate, middle)]
-    at = {slot.tensor: i for i, slot in enumerate(fingerprint.slots)}
+    at = {name: i for i, name in enumerate(fingerprint.in_order)}
     return Plan(
         pool=pool,
         model=model,

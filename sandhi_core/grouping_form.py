@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sandhi_core.besides import Besides
 from sandhi_core.grouping_methods import Measures, Methods
 from sandhi_core.grouping_order import Place
 from sandhi_core.kinship import STRANGERS
@@ -23,6 +24,7 @@ Where = tuple[str, int, str]
 NO_PARTNER = "no other model has a matrix of this shape, dtype and meaning in this layer"
 NO_KIN = "the models with such a matrix in this layer were trained from other weights"
 NO_BASE = "no base has a matrix of this shape, dtype and meaning in this layer"
+OTHER_TOKENS = "its tokens have other numbers than those of the models with such embeddings"
 NOT_CLUSTERED = "clustered with no other model's matrix"
 DISTURBED = "noise in its component costs more than the gate"
 DUPLICATE = "exact duplicate: the bytes are equal already, shared without a merge"
@@ -43,7 +45,8 @@ class Formed:
 class Former:
     """Forms groups of the slots of `fingerprints`. `tolerant`: model to the components whose noise drop is
     within the gate; only these take part in `reference` candidates. `families`: model to what `wide` ones keep apart;
-    models that are not named are one family. `measures`: see Methods."""
+    models that are not named are one family. `besides`: by model, what else may be shared than projections; embeddings
+    of other vocabularies are kept apart as families are. `measures`: see Methods."""
 
     def __init__(
         self,
@@ -52,29 +55,42 @@ class Former:
         grouping: GroupingSettings,
         merging: MergingSettings,
         families: Mapping[str, str],
+        besides: Mapping[str, Besides],
         measures: Measures | None = None,
     ) -> None:
         self.candidates = grouping.candidates
-        self.slots = [s for _, f in sorted(fingerprints.items()) for s in f.slots]
+        beside = {m: besides.get(m, Besides()) for m in fingerprints}
+        self.slots = [s for m, f in sorted(fingerprints.items()) for s in (*f.slots, *beside[m].slots)]
         self._tensors = {(m, t.name): t for m, f in fingerprints.items() for t in f.tensors}
         self._tolerant = tolerant
         self.methods = Methods(merging, self._info, measures)
         self._families = families
+        self._vocabularies = {model: found.vocabulary for model, found in beside.items()}
+        self._kin = Counter((s.layer, s.key, families.get(s.model, STRANGERS)) for s in self.slots)
 
     def home(self, slot: Slot) -> tuple[int, str, str]:
         """What `wide` slots must agree in to be of one group: layer, compatibility key, family."""
         return slot.layer, slot.key, self.family(slot)
 
     def family(self, slot: Slot) -> str:
-        """What the slot's model is kin of; one and the same for all where nothing is kept apart."""
-        return self._families.get(slot.model, STRANGERS)
+        """What the slot's model is kin of; one and the same for all where nothing is kept apart. Of embeddings also by
+        vocabulary."""
+        family = self._families.get(slot.model, STRANGERS)
+        return f"{family} {self._vocabularies[slot.model]}" if slot.component == "embeddings" else family
+
+    def apart(self, slot: Slot) -> str:
+        """Why a slot cannot join any of those that agree with it in layer and key."""
+        kin = self._kin[slot.layer, slot.key, self._families.get(slot.model, STRANGERS)]
+        return OTHER_TOKENS if slot.component == "embeddings" and kin > 1 else NO_KIN
 
     def form(self, slots: Sequence[Slot]) -> Formed:
         """Groups of `slots` among themselves. A set whose bytes are all equal needs no recipe."""
         eligible = [s for s in slots if self.eligible(s)]
         sets = self._wide(eligible) if self.candidates == "wide" else self._reference(eligible)
         met = Counter((s.layer, s.key) for s in eligible)
-        reasons = {where(s): DISTURBED for s in slots} | {where(s): self._alone(met[s.layer, s.key]) for s in eligible}
+        reasons = {where(s): DISTURBED for s in slots} | {
+            where(s): self._alone(s, met[s.layer, s.key]) for s in eligible
+        }
         groups = []
         for stage, members in sets:
             if len({s.digest for s in members}) == 1:
@@ -86,11 +102,11 @@ class Former:
         grouped = {where(s) for g in groups for s in g.members}
         return Formed(tuple(groups), {w: reason for w, reason in reasons.items() if w not in grouped})
 
-    def _alone(self, met: int) -> str:
+    def _alone(self, slot: Slot, met: int) -> str:
         """Why a slot is in no group, of so many that agree in layer and key."""
         if self.candidates == "reference":
             return NOT_CLUSTERED
-        return NO_KIN if met > 1 else NO_PARTNER
+        return self.apart(slot) if met > 1 else NO_PARTNER
 
     def eligible(self, slot: Slot) -> bool:
         return self.candidates == "wide" or (slot.component, slot.layer) in self._tolerant[slot.model]

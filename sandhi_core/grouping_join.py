@@ -8,7 +8,18 @@ avoided.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from sandhi_core.grouping_form import DUPLICATE, NO_KIN, NO_PARTNER, Formed, Former, Where, in_order, where
+from sandhi_core.besides import UNFIT
+from sandhi_core.grouping_form import (
+    DUPLICATE,
+    NO_KIN,
+    NO_PARTNER,
+    OTHER_TOKENS,
+    Formed,
+    Former,
+    Where,
+    in_order,
+    where,
+)
 from sandhi_core.records import Group, Groups, Recipe, Slot
 
 NOT_JOINED = "no existing group fits, and the partners it has are in use; regroup to include it"
@@ -20,7 +31,8 @@ def continued(earlier: Groups, former: Former, keep_removed: bool) -> Formed:
 
     Newcomers (models that were not there, or that lost every group they had) become members of the
     same-layer group of their slot's key. What finds none is grouped anew, among newcomers and models that
-    have no group at all; so are slots that were exact duplicates and are not any more. `keep_removed`:
+    have no group at all; so are slots that were exact duplicates and are not any more, and what lies beside the
+    projections where the pool did not ask for it before. `keep_removed`:
     recipes of a removed contributor stay as they were pinned; otherwise they are formed anew from the
     members that are left.
     """
@@ -29,10 +41,12 @@ def continued(earlier: Groups, former: Former, keep_removed: bool) -> Formed:
     settled = _models(groups)
     present = {s.model for s in former.slots}
     newcomers = (present - set(earlier.models)) | ((present & _models(earlier.groups)) - settled)
-    groups = _joined(groups, [s for s in former.slots if s.model in newcomers and former.eligible(s)], former)
+    unasked = _unasked(earlier, former.slots)
+    new = [s for s in former.slots if s.model in newcomers or where(s) in unasked]
+    groups = _joined(groups, [s for s in new if former.eligible(s)], former)
     taken = {where(s) for g in groups for s in g.members}
     parted = _parted(earlier, [s for s in former.slots if s.model not in newcomers])
-    loose = [s for s in former.slots if where(s) in parted or (newcomers and s.model not in settled)]
+    loose = [s for s in former.slots if where(s) in parted | unasked or (newcomers and s.model not in settled)]
     anew = former.form([s for s in loose if where(s) not in taken])
     groups += anew.groups
     return Formed(tuple(groups), _reasons(earlier, former, groups, anew))
@@ -100,6 +114,13 @@ def _parted(earlier: Groups, slots: Sequence[Slot]) -> set[Where]:
     return {where(s) for s in duplicates if len(digests[s.layer, s.key]) > 1}
 
 
+def _unasked(earlier: Groups, slots: Sequence[Slot]) -> set[Where]:
+    """Of the `slots` beside the projections those that were not considered, neither grouped nor compared."""
+    considered = {where(s) for g in earlier.groups for s in g.members}
+    considered |= {at for at, reason in _reasons_of(earlier).items() if reason not in UNFIT}
+    return {where(s) for s in slots if s.component in ("norms", "embeddings")} - considered
+
+
 def _reasons(earlier: Groups, former: Former, groups: Sequence[Group], anew: Formed) -> dict[Where, str]:
     """Why each slot without a group has none: as found now, else as found before, else its partners left."""
     grouped = {where(s) for g in groups for s in g.members}
@@ -112,8 +133,8 @@ def _reasons(earlier: Groups, former: Former, groups: Sequence[Group], anew: For
         reason = anew.reasons.get(where(slot)) or before.get(where(slot), LEFT_ALONE)
         if (slot.layer, slot.key) in equal:
             reason = DUPLICATE
-        elif reason in (NO_PARTNER, NO_KIN) and present[slot.layer, slot.key] > 1:
-            reason = NOT_JOINED if homes[former.home(slot)] > 1 else NO_KIN
+        elif reason in (NO_PARTNER, NO_KIN, OTHER_TOKENS) and present[slot.layer, slot.key] > 1:
+            reason = NOT_JOINED if homes[former.home(slot)] > 1 else former.apart(slot)
         reasons[where(slot)] = reason
     return reasons
 

@@ -1,8 +1,14 @@
-"""Which recipe a group gets: by the one method that the pool names, or of several by what its members make most of."""
+"""Which recipe a group gets: by the one method that the pool names, or of several by what its members make most of.
+
+What is no projection is averaged as it is, whatever the pool's methods: rows of embeddings are tokens and norms have
+none, and neither a residual nor the moments of inputs speak of them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from sandhi_core.architectures import ORDER
 from sandhi_core.pool import MergingSettings
 from sandhi_core.records import Contributor, Fingerprint, Method, Recipe, Slot, TensorInfo, digest_of
 from sandhi_core.rungs.choice import Choice, Evidence, choose
@@ -42,6 +48,8 @@ class Methods:
     def chosen(self, members: Sequence[Slot]) -> Choice | None:
         """The recipe of `members` (sorted by model and layer), who all contribute unless evidence leaves one out; None
         where no method gives one."""
+        if members[0].projection not in ORDER:
+            return Choice(self._average("mean", members), {})
         proposed = {m: recipe for m in self._merging.methods if (recipe := self._proposed(m, members)) is not None}
         if not proposed:
             return None
@@ -57,7 +65,7 @@ class Methods:
         for c in recipe.contributors:
             slot = now.get((c.model, c.layer, recipe.projection))
             pinned.append(c if slot is None else self._contributor(recipe.method, slot))
-        return recipe.model_copy(update={"contributors": tuple(pinned), "rescale": self._merging.rescale})
+        return recipe.model_copy(update={"contributors": tuple(pinned), "rescale": self._rescale(recipe.projection)})
 
     @property
     def _measures(self) -> Measures:
@@ -104,9 +112,12 @@ class Methods:
             shape=info.shape,
             dtype=info.dtype,
             method=method,
-            rescale=self._merging.rescale,
+            rescale=self._rescale(members[0].projection),
             contributors=tuple(self._contributor(method, slot) for slot in contributors),
         )
+
+    def _rescale(self, projection: str) -> Literal["none", "common"]:
+        return self._merging.rescale if projection in ORDER else "none"
 
     def _contributor(self, method: Method, slot: Slot) -> Contributor:
         inputs = self._measures.inputs(slot.model) if method == "regmean" else ""

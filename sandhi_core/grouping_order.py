@@ -13,7 +13,7 @@ from sandhi_core.records import Component, Group, Slot
 Place = tuple[Component, int]
 """(component, layer) of one model."""
 
-KINDS: tuple[Component, ...] = ("mlp", "attn")
+KINDS: tuple[Component, ...] = ("mlp", "attn", "embeddings", "norms")
 """In the order in which equal savings are tried."""
 
 

@@ -6,11 +6,12 @@ Nothing here touches tensors, so what is written (export) and what is checked (s
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
 
-from sandhi_core.assignment import Assignment, factor_names, factors_among
+from sandhi_core.assignment import Assignment, factor_names, factors_among, parts_of, vector_names
 from sandhi_core.errors import ProofError
 from sandhi_core.records import DTYPE_BYTES, ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
 from sandhi_core.savings import Holding, holdings
@@ -78,17 +79,16 @@ def _factors(assignment: Assignment, shapes: Mapping[str, tuple[int, ...]]) -> I
     """What the model adds to shared tensors: its own, whoever else adds the same. `shapes`: of what it is added to."""
     for name, added in assignment.adjustments.items():
         rows, columns = shapes[name]
-        pairs = zip(
-            factor_names(name), (added.down, added.up), ((added.rank, columns), (rows, added.rank)), strict=True
-        )
-        for factor, digest, (height, width) in pairs:
+        (down, up), vectors = factor_names(name), vector_names(name)
+        of = {down: (added.rank, columns), up: (rows, added.rank), **dict.fromkeys(vectors, (rows,))}
+        for factor, digest in parts_of(name, added).items():
             yield (
                 factor,
                 ExportedTensor(
                     digest=digest,
                     dtype=FACTORS,
-                    shape=(height, width),
-                    nbytes=height * width * DTYPE_BYTES[FACTORS],
+                    shape=of[factor],
+                    nbytes=prod(of[factor]) * DTYPE_BYTES[FACTORS],
                     file=PRIVATE + SUFFIXES[ADJUSTED_INDEX],
                     sharing="private",
                 ),

@@ -13,6 +13,7 @@ from sandhi_core.architectures import ARCHITECTURES, Architecture
 from sandhi_core.errors import CheckpointError
 from sandhi_core.records import Component, canonical_json
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 _NEW_ROPE = "rope_parameters"
 _SELF_CONTAINED = ("default", "linear", "llama3")  # ropes that do not depend on the longest context
@@ -57,6 +58,16 @@ class Meaning:
     def of(self, component: Component, layer: int) -> dict[str, Any]:
         """What a projection of a layer's component means beyond its shape."""
         return self._attention[layer] if component == "attn" else self._mlp
+
+    def beside(self, name: str, layer: int) -> dict[str, Any]:
+        """What a tensor that is no projection means beyond its shape; `name` is that below its layer."""
+        if name.startswith(("self_attn.", "mlp.")):
+            return self.of("attn" if name.startswith("self_attn.") else "mlp", layer)
+        if name in (EMBEDDING, HEAD):
+            softcap = self.config.get("final_logit_softcapping")
+            return {"tied": self.tied, "scaled": self.architecture.scaled, "softcap": softcap}
+        common = self._common("mlp.")
+        return {part: common[part] for part in ("norm", "norms", "eps")}
 
     def _attention_of(self, layer: int) -> dict[str, Any]:
         kind = self._layer_type(layer)

@@ -35,7 +35,7 @@ def merge(
     *,
     block_bytes: int = BLOCK_BYTES,
 ) -> Tensor:
-    """The recipe's tensor, of its shape (rows, columns) and dtype.
+    """The recipe's tensor, of its shape (rows, columns; a vector is one row) and dtype.
 
     `tensors` and, for `rescale: common`, `rows` (float32 row means and population standard deviations) are
     those of the contributors, in the recipe's order; so are, for `regmean`, `grams`, the second moments of their
@@ -56,17 +56,18 @@ def merge(
     if grams is not None:
         with _one_thread():
             return _finite(recipe, regmean(tensors, grams).to(DTYPES[recipe.dtype]))
-    height, width = recipe.shape
+    height, width = recipe.shape if len(recipe.shape) == 2 else (1, *recipe.shape)
     target = _common(rows) if rows is not None else None
     step = max(1, block_bytes // (4 * width))
-    merged = torch.empty(recipe.shape, dtype=DTYPES[recipe.dtype])
+    tensors = [t.reshape(height, width) for t in tensors]
+    merged = torch.empty(height, width, dtype=DTYPES[recipe.dtype])
     for start in range(0, height, step):
         block = slice(start, min(start + step, height))
         mean = _mean([t[block] for t in tensors])
         if target is not None:
             mean = _rescaled(mean, RowStatistics(target.mean[block], target.std[block]))
         merged[block] = _finite(recipe, mean.to(merged.dtype))
-    return merged
+    return merged.reshape(recipe.shape)
 
 
 def _finite(recipe: Recipe, made: Tensor) -> Tensor:

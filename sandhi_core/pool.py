@@ -161,8 +161,18 @@ class ProfileSettings(Section):
 
 class GroupingSettings(Section):
     candidates: Literal["wide", "reference"] = "wide"
+    besides: Annotated[tuple[Literal["norms", "embeddings"], ...], Field(strict=False)] = ()
+    """What may be shared beside projections: `norms` (their weights, and biases), `embeddings` (and heads, of models
+    whose tokens have the same numbers). Needs `search: strategy: ladder`."""
     on_new_model: Literal["join", "regroup"] = "join"
     on_removed_model: Literal["reform", "keep"] = "reform"
+
+    @field_validator("besides")
+    @classmethod
+    def _each_kind_once(cls, besides: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(besides)) < len(besides):
+            raise FieldError("one of these is listed twice", "remove one of the two")
+        return besides
 
 
 class SearchSettings(Section):
@@ -206,6 +216,9 @@ class MergingSettings(Section):
     residuals: Literal["none", "low_rank"] = "none"
     """`low_rank`: a model may add a correction of its own to a shared matrix, y = W x + B (A x). Needs `search:
     strategy: ladder`, and a loader that applies it: `deploy: engine: transformers`."""
+    affine: Literal["none", "rows"] = "none"
+    """`rows`: a model may scale and shift the outputs of a shared matrix, y = s * (W x) + t with a number of each for
+    every row, instead of a residual or beside it. Needs what residuals need."""
 
     @field_validator("methods", "bases")
     @classmethod

@@ -44,7 +44,10 @@ _SET = object()  # any value that is written
 _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("merging", "residuals"), "low_rank", ("search", "strategy"), "walk", "ladder"),
     (("merging", "residuals"), "low_rank", ("deploy", "engine"), "vllm", "transformers"),
+    (("merging", "affine"), "rows", ("search", "strategy"), "walk", "ladder"),
+    (("merging", "affine"), "rows", ("deploy", "engine"), "vllm", "transformers"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
+    (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
     # A ladder looks for the budgets themselves, in whole assignments.
     (("search", "tolerance"), _SET, ("search", "strategy"), "walk", "walk"),
@@ -59,11 +62,11 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
 def _combined(data: dict[str, Any]) -> Iterator[Fault]:
     for loc, value, other, default, needed in _COMBINED:
         given, found = _at(data, loc, None), _at(data, other, default)
-        if given is not None and (value is _SET or given == value) and found != needed:
+        if given not in (None, []) and (value is _SET or given == value) and found != needed:
             name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))
             yield Fault(
                 loc,
-                f"{name}: {str(given).lower()} needs {wanted}: {needed}, not {found}",
+                f"{name}: {_said(given)} needs {wanted}: {needed}, not {found}",
                 f"set {wanted}: {needed}, or leave {name} out",
             )
 
@@ -95,6 +98,10 @@ def _methods(data: dict[str, Any]) -> Iterator[Fault]:
     if merging.get("reform") is True and not {"mean", "regmean"} & set(map(str, methods)):
         message = f"merging.reform leaves models out of averages, and {named} has none"
         yield Fault(("merging", "reform"), message, "add mean or regmean, or leave reform out")
+
+
+def _said(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
 
 
 def _at(data: dict[str, Any], loc: Loc, default: object) -> object:

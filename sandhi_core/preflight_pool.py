@@ -259,7 +259,7 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
         return
     least, most = _bytes_written(pool, fingerprints)
     if pool.search.strategy == "ladder" or pool.merging.weighs:
-        most += sum(map(ladder_bytes, fingerprints.values()))
+        most += sum(ladder_bytes(fingerprint, pool) for fingerprint in fingerprints.values())
     free = shutil.disk_usage(existing).free
     if free < most:
         yield _problem(
@@ -273,14 +273,20 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
 
 
 def _bytes_written(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
-    """Bytes of an export and of the shared tensors tried for it: at least, and at most."""
+    """Bytes of an export and of the shared tensors tried for it: at least, and at most. Where more than projections may
+    be shared, at most all tensors with one name and shape are."""
     tensors = {t.digest: t.nbytes for f in fingerprints.values() for t in f.tensors}
-    sets: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    sets: dict[tuple[object, ...], list[tuple[str, int]]] = {}
+    rest: dict[tuple[object, ...], list[tuple[str, int]]] = {}
     for fingerprint in fingerprints.values():
         for slot in fingerprint.slots:
             sets.setdefault((slot.key, slot.layer), []).append((slot.digest, slot.nbytes))
-    shareable = [members for members in sets.values() if len(members) > 1]
-    could_go = dict(member for members in shareable for member in members)
+        slots = {slot.tensor for slot in fingerprint.slots}
+        for tensor in fingerprint.tensors if pool.grouping.besides else ():
+            if tensor.name not in slots:
+                rest.setdefault((tensor.name, tensor.shape, tensor.dtype), []).append((tensor.digest, tensor.nbytes))
+    could_go = {digest for alike in (sets, rest) for m in alike.values() if len(m) > 1 for digest, _ in m}
     least = sum(n for digest, n in tensors.items() if digest not in could_go)
-    tried = sum(members[0][1] * tensors_tried(len(members), pool) for members in shareable)
+    tried = sum(m[0][1] * tensors_tried(len(m), pool) for m in sets.values() if len(m) > 1)
+    tried += sum(m[0][1] for m in rest.values() if len(m) > 1)  # their mean
     return least, sum(f.nbytes for f in fingerprints.values()) + tried

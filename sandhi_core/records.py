@@ -11,7 +11,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
-Component = Literal["attn", "mlp"]
+Component = Literal["attn", "mlp", "norms", "embeddings"]
+"""What a slot belongs to: the attention or the MLP of a layer, or what lies beside the projections: norms (with the
+biases) of a layer or outside of all, embeddings (with the head). Only the first two are profiled and walked."""
 Split = Literal["profile", "search", "holdout"]
 Scores = dict[str, float]
 """Task name to the value of that task's metric, in the metric's own unit and direction."""
@@ -80,7 +82,9 @@ class TensorInfo(Part):
 
 
 class Slot(Part):
-    """One projection of one model: where it is and what must agree before it may share a tensor."""
+    """One projection of one model: where it is and what must agree before it may share a tensor. Or, where a pool asks
+    for it, what lies beside the projections: then `projection` is its name below the layer (norm.weight), and `layer`
+    is -1 outside of all layers."""
 
     model: str
     layer: int
@@ -107,6 +111,12 @@ class Fingerprint(Record):
 
     def tensor(self, name: str) -> TensorInfo:
         return next(t for t in self.tensors if t.name == name)
+
+    @property
+    def in_order(self) -> tuple[str, ...]:
+        """Names of all tensors: the slots' in their order, then the others'."""
+        slots = {slot.tensor: None for slot in self.slots}
+        return (*slots, *(t.name for t in self.tensors if t.name not in slots))
 
     @property
     def nbytes(self) -> int:
@@ -212,14 +222,24 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 class Adjustment(Record):
     """What one model adds to a shared tensor without touching its bytes. `low_rank`: y = W x + B (A x), the two factors
-    named by their digests. `row_moments`, fp32 mean and standard deviation of every row, is the reference's: it is
-    read from records and counted, not built here."""
+    named by their digests. `affine`: y = s * (W x) + t + B (A x), or with `rank` 0 without factors. `row_moments`, fp32
+    mean and standard deviation of every row, is the reference's: it is read from records and counted, not built here.
+    """
 
-    kind: Literal["row_moments", "low_rank"]
+    kind: Literal["row_moments", "low_rank", "affine"]
     nbytes: int  # stored beside the shared tensor
     rank: int = 0
     down: str = ""  # A, [rank, columns]
     up: str = ""  # B, [rows, rank]
+    scale: str = ""  # s, [rows]
+    shift: str = ""  # t, [rows]
+
+    @model_serializer(mode="wrap")
+    def _without_vectors(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Kinds that have no vectors do not speak of them, so that their digests are what they were before there were
+        any."""
+        fields: dict[str, Any] = dumped(self)
+        return fields if self.kind == "affine" else {n: v for n, v in fields.items() if n not in ("scale", "shift")}
 
 
 class Group(Sparing, Record):

@@ -8,7 +8,8 @@ from sandhi_core.assignment import Assignment
 from sandhi_core.records import Fingerprint, Savings, TensorInfo
 
 MIN_SHARED_BYTES = 4096
-"""Exact duplicates below one page are not worth a shared shard: they stay private and are not claimed."""
+"""Exact duplicates below one page are not worth a shared shard: they stay private and are not claimed. Nor are vectors
+(norms, biases), merged or not: a file of its own would take more pages than its bytes."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Holding:
     nbytes: int
     merged: tuple[str, ...]
     owners: tuple[str, ...]
+    vector: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -28,7 +30,8 @@ class Holding:
     @property
     def shared(self) -> bool:
         """Whether one copy serves all of `models`. One that only owners hold is an exact duplicate."""
-        return len(self.models) > 1 and (bool(self.merged) or self.nbytes >= MIN_SHARED_BYTES)
+        worth_a_file = self.nbytes >= MIN_SHARED_BYTES or (bool(self.merged) and not self.vector)
+        return len(self.models) > 1 and worth_a_file
 
 
 def holdings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]) -> tuple[Holding, ...]:
@@ -39,16 +42,22 @@ def holdings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, F
     """
     merged: dict[tuple[str, str], list[str]] = defaultdict(list)
     owners: dict[tuple[str, str], list[str]] = defaultdict(list)
-    nbytes: dict[tuple[str, str], int] = {}
+    infos: dict[tuple[str, str], TensorInfo] = {}
     for model in sorted(fingerprints):
         assigned = assignments.get(model, Assignment()).tensors
         for tensor in fingerprints[model].tensors:
             key = (tensor.name, assigned.get(tensor.name, tensor.digest))
             (merged if tensor.name in assigned else owners)[key].append(model)
-            nbytes[key] = tensor.nbytes
+            infos[key] = tensor
     return tuple(
-        Holding(*key, nbytes=nbytes[key], merged=tuple(merged[key]), owners=tuple(owners[key]))
-        for key in sorted(nbytes)
+        Holding(
+            *key,
+            nbytes=infos[key].nbytes,
+            merged=tuple(merged[key]),
+            owners=tuple(owners[key]),
+            vector=len(infos[key].shape) == 1,
+        )
+        for key in sorted(infos)
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandhi_core.assignment import Assignment, factor_names
+from sandhi_core.assignment import Assignment, parts_of
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.claims import claims_of, least_in_memory
 from sandhi_core.deploy.check import check_deployment
@@ -116,7 +116,7 @@ def _scored(fingerprint: Fingerprint, assignment: Assignment) -> dict[str, str]:
     """By tensor name the digest of what was scored, residuals included."""
     scored = {t.name: assignment.tensors.get(t.name, t.digest) for t in fingerprint.tensors}
     for tensor, added in assignment.adjustments.items():
-        scored |= zip(factor_names(tensor), (added.down, added.up), strict=True)
+        scored |= parts_of(tensor, added)
     return scored
 
 

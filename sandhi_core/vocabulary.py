@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from sandhi_core.survey_files import read_json
 
 TOKENIZER = "tokenizer.json"
@@ -31,3 +33,13 @@ def token_ids(path: Path) -> dict[str, int]:
     if any(type(i) is not int for i in ids.values()):
         raise ValueError("has tokens without a number")
     return ids
+
+
+def spoken(directory: Path) -> dict[str, int]:
+    """Every token's id as a model is asked with it: by the tokenizer that transformers makes of all of the directory's
+    files. Empty where it makes none (a checkpoint that passed its checks has one)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        return {str(token): int(number) for token, number in tokenizer.get_vocab().items()}
+    except Exception:  # tokenizers in Rust and Python raise whatever comes up
+        return {}

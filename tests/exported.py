@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sandhi_core.assignment import Assignment, factor_names
+from sandhi_core.assignment import Assignment, factor_names, vector_names
 from sandhi_core.checkpoint import Checkpoint, tensor_digest
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
@@ -27,6 +27,7 @@ UP = "model.layers.1.mlp.up_proj.weight"  # merged for all three
 DOWN = "model.layers.1.mlp.down_proj.weight"  # merged for tied alone: private
 EMBED = "model.embed_tokens.weight"  # the same in single and sharded
 NORM = "model.norm.weight"  # the same in all, and small: private
+VECTORS = {("single", GATE), ("tied", UP)}  # of rows, beside a residual and without one
 RANKS = {("single", GATE): 2, ("single", UP): 3, ("tied", DOWN): 1}  # of residuals; sharded adds nothing
 MODELS = ("sharded", "single", "tied")
 
@@ -108,7 +109,8 @@ class Case:
 
     def residual(self, name: str, tensor: str) -> Residual:
         added = self.adjustments[name][tensor]
-        return Residual(self.store.tensor(added.up), self.store.tensor(added.down))
+        digests = {"up": added.up, "down": added.down, "scale": added.scale, "shift": added.shift}
+        return Residual(**{part: self.store.tensor(digest) for part, digest in digests.items() if digest})
 
     def export(self) -> MergedWeights:
         keys = {name: f"weights of {name}" for name in self.checkpoints}
@@ -148,8 +150,14 @@ def own_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor_over(header.dtype, header.shape, checkpoint.raw(name))
 
 
-def make_case(root: Path, directories: dict[str, Path], ranks: Mapping[tuple[str, str], int] | None = None) -> Case:
-    """`ranks`: of the residuals that models add to what they share; none where it is not given."""
+def make_case(
+    root: Path,
+    directories: dict[str, Path],
+    ranks: Mapping[tuple[str, str], int] | None = None,
+    vectors: Collection[tuple[str, str]] = (),
+) -> Case:
+    """`ranks`: of the residuals that models add to what they share; none where it is not given. `vectors`: where they
+    scale and shift rows."""
     checkpoints = {name: Checkpoint.open(path, name) for name, path in directories.items()}
     store = Store(root / "store")
     dtype = own_tensor(checkpoints["single"], GATE).dtype
@@ -162,9 +170,10 @@ def make_case(root: Path, directories: dict[str, Path], ranks: Mapping[tuple[str
         for model in models:
             tensors[model][tensor] = digest
     adjustments: dict[str, dict[str, Adjustment]] = {}
-    for (model, tensor), rank in (ranks or {}).items():
-        shape = checkpoints[model].header(tensor).shape
-        adjustments.setdefault(model, {})[tensor] = make_residual(store, tensor, shape, rank)
+    for model, tensor in sorted({*(ranks or {}), *vectors}):
+        shape, rank = checkpoints[model].header(tensor).shape, (ranks or {}).get((model, tensor), 0)
+        residual = make_residual(store, tensor, shape, rank, (model, tensor) in vectors)
+        adjustments.setdefault(model, {})[tensor] = residual
     tasks = (TaskBudget(task="t", metric="acc", budget=0.1),)
     entries = tuple(ModelEntry(name=n, path=str(p), tasks=tasks) for n, p in directories.items())
     return Case(
@@ -178,19 +187,22 @@ def make_case(root: Path, directories: dict[str, Path], ranks: Mapping[tuple[str
     )
 
 
-def make_residual(store: Store, tensor: str, shape: Sequence[int], rank: int) -> Adjustment:
-    """Random factors, in the store."""
+def make_residual(store: Store, tensor: str, shape: Sequence[int], rank: int, affine: bool = False) -> Adjustment:
+    """Random factors, and vectors, in the store."""
     rows, columns = shape
     generator = torch.Generator().manual_seed(rank)
     down = torch.randn(rank, columns, generator=generator).to(DTYPE)
     up = (0.1 * torch.randn(rows, rank, generator=generator)).to(DTYPE)
-    names = factor_names(tensor)
+    names = (*factor_names(tensor), *vector_names(tensor))
+    scale, shift = (centre + 0.1 * torch.randn(rows, generator=generator).to(DTYPE) for centre in (1.0, 0.0))
     return Adjustment(
-        kind="low_rank",
-        nbytes=down.nbytes + up.nbytes,
+        kind="affine" if affine else "low_rank",
+        nbytes=down.nbytes + up.nbytes + affine * (scale.nbytes + shift.nbytes),
         rank=rank,
-        down=store.put(names[0], down),
-        up=store.put(names[1], up),
+        down=store.put(names[0], down) if rank else "",
+        up=store.put(names[1], up) if rank else "",
+        scale=store.put(names[2], scale) if affine else "",
+        shift=store.put(names[3], shift) if affine else "",
     )
 
 

@@ -1,6 +1,6 @@
 """What a model holds at one place of its trajectory."""
 
-from sandhi_core.assignment import Assignment, assignment_at, factor_names
+from sandhi_core.assignment import Assignment, assignment_at, factor_names, factors_among, parts_of, vector_names
 from sandhi_core.records import Adjustment, Step, Trajectory
 
 
@@ -46,3 +46,24 @@ def test_factors_have_pefts_names() -> None:
     down, up = factor_names("model.layers.0.self_attn.q_proj.weight")
     assert down == "model.layers.0.self_attn.q_proj.lora_A.weight"
     assert up == "model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+def test_an_adjustment_names_what_it_has() -> None:
+    layer = "model.layers.0.mlp.up_proj"
+    factors = {f"{layer}.lora_A.weight": "d", f"{layer}.lora_B.weight": "u"}
+    vectors = {f"{layer}.row_scale": "s", f"{layer}.row_shift": "t"}
+    assert (*vector_names(f"{layer}.weight"),) == (*vectors,)
+    for given in (factors, vectors, factors | vectors):
+        fields = dict(zip(("down", "up", "scale", "shift"), ("d", "u", "s", "t"), strict=True))
+        fields = {field: digest for field, digest in fields.items() if digest in given.values()}
+        added = Adjustment(kind="affine" if "scale" in fields else "low_rank", nbytes=4, **fields)
+        assert parts_of(f"{layer}.weight", added) == given
+        assert factors_among([f"{layer}.weight", *given]) == dict.fromkeys(given, f"{layer}.weight")
+
+
+def test_kinds_without_vectors_keep_the_bytes_that_they_had() -> None:
+    plain = Adjustment(kind="low_rank", nbytes=4, rank=1, down="d", up="u")
+    assert plain.canonical() == b'{"down":"d","kind":"low_rank","nbytes":4,"rank":1,"up":"u"}'
+    affine = Adjustment(kind="affine", nbytes=4, scale="s", shift="t")
+    assert affine.canonical() == b'{"down":"","kind":"affine","nbytes":4,"rank":0,"scale":"s","shift":"t","up":""}'
+    assert Adjustment.parse(affine.canonical()) == affine and Adjustment.parse(plain.canonical()) == plain

@@ -36,10 +36,33 @@ def test_comparing_decomposes_every_slot_by_every_method_and_a_ladder_only_then_
 
 def test_moments_and_spectra_are_counted_where_groups_need_them() -> None:
     plain, weighed = foreseen({}, "groups"), foreseen({"methods": ["regmean"]}, "groups")
-    kept = sum(map(ladder_bytes, PRINTS.values()))
+    kept = sum(ladder_bytes(f, _pool({})) for f in PRINTS.values())
     assert weighed.bytes_written - plain.bytes_written == kept
     assert weighed.evaluations - plain.evaluations == 2 * len(PRINTS)
     assert weighed.bytes_read - plain.bytes_read == sum(f.nbytes for f in PRINTS.values())
+
+
+def test_scaled_rows_are_decomposed_and_kept_by_the_ladder_alone() -> None:
+    rows, two = {"affine": "rows"}, {"methods": ["mean", "member"]}
+    plain, scaled = foreseen({}, "trajectory", search=LADDER), foreseen(rows, "trajectory", search=LADDER)
+    assert scaled.decompositions == 2 * plain.decompositions == 2 * 3 * SETS
+    slots = sum(slot.nbytes for f in PRINTS.values() for slot in f.slots)
+    assert scaled.bytes_written - plain.bytes_written == slots
+    assert foreseen(two | rows, "groups", search=LADDER).decompositions == 2 * 3 * SETS
+    assert foreseen(two | rows, "groups", "trajectory", search=LADDER).decompositions == 3 * 3 * SETS
+
+
+def test_what_lies_beside_is_read_by_groups_and_seen_in_use_by_ladders_whatever_the_methods() -> None:
+    for merging in ({}, {"methods": ["mean", "member"]}):
+        both = [
+            foreseen(merging, "groups", "trajectory", search=LADDER, grouping={"besides": kinds})
+            for kinds in ([], ["norms"])
+        ]
+        assert both[1].evaluations - both[0].evaluations == 2 * len(PRINTS)
+        beside = [f.nbytes - sum(slot.nbytes for slot in f.slots) for f in PRINTS.values()]
+        assert both[1].bytes_read - both[0].bytes_read == sum(beside)
+        assert both[1].bytes_written - both[0].bytes_written == max(beside)
+        assert both[1].decompositions == both[0].decompositions
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from sandhi_core.graph import (
 )
 from sandhi_core.pool import Pool
 from sandhi_core.records import digest_of
+from sandhi_core.rungs.allotment import LADDER_VERSION
 
 Files = dict[str, str]  # model to a stand-in for what its files hold
 
@@ -266,3 +267,14 @@ def test_any_order_of_edits_ends_where_a_fresh_build_does(
         fresh.build(catalogue(pool), files)
         assert {n: history.stored[n] for n in fresh.stored} == fresh.stored
         assert history.build(catalogue(pool), files) == set()
+
+
+def test_vectors_are_named_to_the_trajectories_only_where_they_are_on() -> None:
+    def ladder_of(**merging: str) -> Any:
+        pool = make_pool("p", ["a"], search={"strategy": "ladder"}, merging=merging)
+        nothing = lambda pool, entry: None  # noqa: E731
+        return own_inputs(Catalogue({"p": pool}, {"a": "g"}), ("trajectory", "p.a"), nothing, nothing)["ladder"]
+
+    assert ladder_of() == ladder_of(affine="none") == [LADDER_VERSION, "none"]
+    assert ladder_of(affine="rows") == [LADDER_VERSION, "none", "affine"]
+    assert ladder_of(residuals="low_rank", affine="rows") == [LADDER_VERSION, "low_rank", "affine"]

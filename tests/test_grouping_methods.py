@@ -50,7 +50,7 @@ def groups(
     profiles = {m: profile(m) for m in models}
     grouping = GroupingSettings.model_validate({"on_removed_model": removed})
     settings = MergingSettings.model_validate(merging)
-    return make_groups("pool", "pool.g", prints, profiles, grouping, settings, 0.05, earlier, None, given)
+    return make_groups("pool", "pool.g", prints, profiles, grouping, settings, 0.05, earlier, measures=given)
 
 
 def sources(record: Groups) -> set[tuple[str, ...]]:
@@ -129,7 +129,7 @@ def test_a_base_that_a_model_holds_is_paid_for_by_that_model() -> None:
     settings = MergingSettings.model_validate({"methods": ["base"], "bases": ["x"]})
     known = {m: profile(m) for m in "abc"}
     record = make_groups(
-        "p", "p.g", prints, known, GroupingSettings(), settings, 0.05, None, None, measures(bases={BASE: base})
+        "p", "p.g", prints, known, GroupingSettings(), settings, 0.05, None, measures=measures(bases={BASE: base})
     )
     payers = {(g.members[0].layer, g.recipe.projection): g.recipe.payers for g in record.groups}
     assert payers.pop((1, "up")) == ("a",) and set(payers.values()) == {("a", "b", "c")}
@@ -215,7 +215,7 @@ def test_a_base_changes_nothing_where_bytes_are_equal_already() -> None:
     settings = MergingSettings.model_validate({"methods": ["base"], "bases": ["x"]})
     known = {m: profile(m) for m in "ab"}
     make = lambda earlier: make_groups(  # noqa: E731
-        "p", "p.g", prints, known, GroupingSettings(), settings, 0.05, earlier, None, measures()
+        "p", "p.g", prints, known, GroupingSettings(), settings, 0.05, earlier, measures=measures()
     )
     record = make(None)
     assert [e.reason for e in record.excluded] == [DUPLICATE] * 2

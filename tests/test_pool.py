@@ -274,6 +274,11 @@ def entry(**budgets: float) -> ModelEntry:
     ("sections", "message"),
     [
         ("merging: {residuals: low_rank}\n", "merging.residuals: low_rank needs search.strategy: ladder, not walk"),
+        ("merging: {affine: rows}\n", "merging.affine: rows needs search.strategy: ladder, not walk"),
+        (
+            "search: {strategy: ladder}\nmerging: {affine: rows}\n",
+            "merging.affine: rows needs deploy.engine: transformers, not vllm",
+        ),
         (
             "search: {strategy: ladder}\nmerging: {residuals: low_rank}\n",
             "merging.residuals: low_rank needs deploy.engine: transformers, not vllm",
@@ -304,6 +309,12 @@ def entry(**budgets: float) -> ModelEntry:
             "grouping.candidates: reference needs merging.methods: mean alone, not merging.methods: regmean",
         ),
         ("profile: {noise: false}\n", "profile.noise: false needs search.strategy: ladder, not walk"),
+        (
+            "grouping: {besides: [norms, embeddings]}\n",
+            "grouping.besides: norms, embeddings needs search.strategy: ladder, not walk",
+        ),
+        ("grouping: {besides: [norms, norms]}\nsearch: {strategy: ladder}\n", "one of these is listed twice"),
+        ("grouping: {besides: [projections]}\nsearch: {strategy: ladder}\n", "grouping.besides"),
     ],
 )
 def test_settings_that_need_others_say_which(tmp_path: Path, sections: str, message: str) -> None:

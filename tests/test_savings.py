@@ -12,7 +12,7 @@ def model(name: str, *tensors: TensorInfo) -> Fingerprint:
 
 
 def matrix(name: str, digest: str, nbytes: int = MIN_SHARED_BYTES) -> TensorInfo:
-    return tensor(name, (nbytes // 2,), digest)
+    return tensor(name, (nbytes // 2, 1), digest)
 
 
 def assign(**tensors: dict[str, str]) -> dict[str, Assignment]:
@@ -51,6 +51,14 @@ def test_the_same_bytes_under_another_name_are_not_one_tensor() -> None:
     fingerprints = {"a": model("a", matrix("up", "x")), "b": model("b", matrix("gate", "x"))}
     assert savings({}, fingerprints).freed == 0
     assert savings(assign(a={"up": "s"}, b={"gate": "s"}), fingerprints).freed == 0
+
+
+def test_a_vector_below_a_page_is_worth_no_file_merged_or_not() -> None:
+    fingerprints = {m: model(m, tensor("norm", (64,), m), tensor("wide", (2048,), m)) for m in "ab"}
+    both = {"norm": "s", "wide": "s"}
+    found = {h.name: h for h in holdings(assign(a=both, b=both), fingerprints)}
+    assert (found["norm"].shared, found["wide"].shared) == (False, True)
+    assert savings(assign(a=both, b=both), fingerprints).freed == 4096
 
 
 def test_a_merged_tensor_may_be_someones_own() -> None:

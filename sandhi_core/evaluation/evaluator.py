@@ -54,7 +54,9 @@ def merged_weights(fingerprint: Fingerprint, assignment: Assignment, store: Stor
         shared = store.tensor(tensors[name])
         if name not in adjustments:
             return shared
-        return shared, Residual(store.tensor(adjustments[name].up), store.tensor(adjustments[name].down))
+        added = adjustments[name]
+        digests = {"up": added.up, "down": added.down, "scale": added.scale, "shift": added.shift}
+        return shared, Residual(**{part: store.tensor(digest) for part, digest in digests.items() if digest})
 
     return Weights(weights_key(fingerprint.digest, assignment.identities), assignment.identities, read)
 

@@ -1,4 +1,4 @@
-"""The second moments of what goes into each projection while a model answers questions of a split.
+"""The first and second moments of what goes into each projection while a model answers questions of a split.
 
 What is found is kept below `inputs/`, a file a source, named by the checkpoint and all that decides its answers.
 """
@@ -14,6 +14,7 @@ from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
+from sandhi_core.evaluation.uses import Uses
 from sandhi_core.records import Fingerprint, Slot, Split, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION
 from sandhi_core.rungs.grams import BLOCK, Gram, GramSum
@@ -23,19 +24,23 @@ from sandhi_core.side_files import keep, kept
 SAME_INPUT: Mapping[str, str] = {"k": "q", "v": "q", "up": "gate"}
 """Projections that read what another of their layer reads."""
 
+CENTRE = "centre"
+"""What the inputs' mean is called in a file of theirs, beside the blocks by number."""
+
 MEMORY = 2 * 2**30
 """Bytes of moments that one pass over the questions collects; a larger model takes several passes."""
 
 
 class Inputs:
-    """Those of one model on its profile split, collected when first asked for."""
+    """Those of one model on its profile split, collected when first asked for. `uses`: what other tensors act on."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, evaluator: Evaluator) -> None:
         self.key = digest_of([LADDER_VERSION, fingerprint.digest, evaluator.contexts["profile"]])
         self._folder = folder / self.key
+        self.uses = Uses(self._folder, fingerprint, evaluator)
         self._slots = fingerprint.slots
         self._evaluator = evaluator
-        self._last: tuple[str, Weighting] | None = None
+        self._last: dict[bool, tuple[str, Weighting]] = {}
 
     def gram(self, tensor: str) -> Gram:
         """E[x x^T] of what the slot with this tensor reads. Raises EvaluationError as `input_grams` does."""
@@ -53,12 +58,12 @@ class Inputs:
             )
         return found
 
-    def weighting(self, tensor: str) -> Weighting:
+    def weighting(self, tensor: str, affine: bool = False) -> Weighting:
         """The same, ready to weigh a difference by. Projections that read the same come one after the other."""
         source = read_by(next(slot for slot in self._slots if slot.tensor == tensor), self._slots)
-        if self._last is None or self._last[0] != source:
-            self._last = source, weighting(self.gram(tensor))
-        return self._last[1]
+        if affine not in self._last or self._last[affine][0] != source:
+            self._last[affine] = source, weighting(self.gram(tensor), affine)
+        return self._last[affine][1]
 
     def ready(self) -> None:
         """Collect now what is missing, and let go of the model: where several models' are needed at once, each is in
@@ -74,11 +79,15 @@ class Inputs:
         missing = self._missing()
         held = self._evaluator.originals()
         for source, gram in input_grams(held, self._evaluator.suite, "profile", missing):
-            keep(self._file(source), {f"{number:04d}": block for number, block in enumerate(gram.blocks)})
+            blocks = {f"{number:04d}": block for number, block in enumerate(gram.blocks)}
+            keep(self._file(source), {**blocks, CENTRE: gram.centre})
 
     def _kept(self, source: str) -> Gram | None:
         blocks = kept(self._file(source))
-        return None if blocks is None else Gram(tuple(block for _, block in sorted(blocks.items())))
+        if blocks is None or CENTRE not in blocks:  # of an earlier version, or none
+            return None
+        centre = blocks.pop(CENTRE)
+        return Gram(tuple(block for _, block in sorted(blocks.items())), centre)
 
     def _file(self, source: str) -> Path:
         return self._folder / f"{source}.safetensors"

@@ -63,14 +63,14 @@ never proposed."""
 
 @dataclass(frozen=True)
 class SlotState:
-    """One projection of one model at an operating point. `holders` are all models with this very tensor; `rank` is
-    that of the residual which this one adds to it."""
+    """One projection of one model at an operating point. `holders` are all models with this very tensor; `added`:
+    whether this one adds a residual, or vectors of the rows, to it."""
 
     slot: Slot
     state: State
     digest: str
     holders: tuple[str, ...]
-    rank: int = 0
+    added: bool = False
 
 
 def slot_states(
@@ -93,8 +93,7 @@ def slot_states(
             state = "alone"
         else:
             state = "kept" if slot.tensor in planned else "excluded"
-        rank = own.adjustments[slot.tensor].rank if slot.tensor in own.adjustments else 0
-        return SlotState(slot, state, digest, holding.models, rank)
+        return SlotState(slot, state, digest, holding.models, slot.tensor in own.adjustments)
 
     return {
         name: tuple(state_of(s, assigned.get(name, Assignment()), _planned(plans.get(name))) for s in fingerprint.slots)

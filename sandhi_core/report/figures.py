@@ -1,4 +1,4 @@
-"""How a result came about, drawn from records: noise sensitivity, one model's walk, the operating points."""
+"""How a result came about, drawn from records: noise sensitivity, one model's trajectory, the operating points."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +81,7 @@ def _mark_cells(
 
 @style.styled
 def trajectory_chart(trajectory: Trajectory, budgets: Mapping[str, float], deployed: int | None = None) -> Figure:
-    """Scores along one model's walk on the search split, a panel a task, with the line that its budget draws.
+    """Scores along one model's trajectory on the search split, a panel a task, with the line that its budget draws.
 
     `deployed`: how many steps the deployed weights go. Rejected scores far beyond the budget are drawn at the
     edge.

@@ -154,7 +154,7 @@ def _trajectory(data: ReportData, model: str) -> Picture:
     deployed = None if held is None else held.steps
     return Picture(
         f"{_OF_ONE_MODEL}{model}",
-        f"Walk of {model}",
+        f"Trajectory of {model}",
         alt,
         lambda: figures.trajectory_chart(walk, data.budgets[model], deployed),
     )
@@ -182,7 +182,7 @@ def _render(
         models=page.models_table(data),
         bytes=page.bytes_table(data),
         points=page.points_table(data),
-        walks=page.walks_table(data),
+        steps=page.trajectories_table(data),
         shared=page.shared_table(states),
         excluded=page.excluded_table(data),
         problems=() if data.proof is None else data.proof.problems,

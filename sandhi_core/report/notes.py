@@ -15,13 +15,14 @@ BYTES = (
 )
 
 POINTS = (
-    "An operating point is a cutoff for every model: how many steps of its walk it goes. B and C hold all models to "
-    "one cutoff, Bpm and Cpm give each its own (pm: per model). Kpm is the knee of the savings: the budget after "
-    "which a larger one brings little more. On the frontier no other point saves more at no larger drop.",
+    "An operating point is a cutoff for every model: how many steps of its trajectory it goes. B and C hold all "
+    "models to one cutoff, Bpm and Cpm give each its own (pm: per model). Kpm is the knee of the savings: the "
+    "budget after which a larger one brings little more. On the frontier no other point saves more at no larger drop.",
 )
 
-WALKS = (
+TRAJECTORIES = (
     "Deepest in budget: the last cutoff within budget on the search split. Knee: the cutoff after which a larger "
     "part of the budget frees little more. Holdout looks: cutoffs tried on questions never used before, from safe "
-    "to bold, up to the first out of budget. Deployed: the cutoff that is served.",
+    "to bold, up to the first out of budget. Deployed: the cutoff that is served. A walk's step is one component; a "
+    "ladder's is an assignment of the whole model, each bolder than the one before.",
 )

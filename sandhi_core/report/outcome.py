@@ -140,7 +140,7 @@ def sharing_map(states: Mapping[str, Sequence[SlotState]]) -> Figure:
             edge = {"ec": style.LINE, "lw": 0.7} if slot.state == "excluded" else {"lw": 0}
             axes.add_patch(Rectangle(place, 0.94, 0.9, fc=fill, **edge))
             if layers <= ANNOTATED_LAYERS:
-                many = f"{len(slot.holders)}{'+' if slot.rank else ''}"
+                many = f"{len(slot.holders)}{'+' if slot.added else ''}"
                 sign = {"shared": many, "duplicate": "=", "alone": "1"}.get(slot.state, "")
                 x, y = place[0] + 0.47, place[1] + 0.47
                 axes.text(x, y, sign, ha="center", va="center", fontsize=7.5, color=ink, fontweight="bold")

@@ -191,7 +191,7 @@ def _point(p: OperatingPoint, frontier: str) -> tuple[Cell, ...]:
     return _row(p.name, p.criterion, size(saved.net), share, number(max(p.drops.values())), frontier)
 
 
-def walks_table(data: ReportData) -> Table:
+def trajectories_table(data: ReportData) -> Table:
     """How each model got where it is."""
     columns = (
         "model",
@@ -220,7 +220,7 @@ def walks_table(data: ReportData) -> Table:
                 *((str(holdout.steps), str(len(holdout.walked))) if holdout else ("-", "-")),
             )
         )
-    return Table("Every model's walk; depths in steps", columns, tuple(rows), notes=notes.WALKS)
+    return Table("Every model's trajectory; depths in steps", columns, tuple(rows), notes=notes.TRAJECTORIES)
 
 
 def _walked(walk: Trajectory) -> tuple[str, str, str, str]:

@@ -21,9 +21,10 @@ RIDGE = 1e-4
 
 @dataclass(frozen=True)
 class Gram:
-    """E[x x^T] over inputs x of `width`, as float32 blocks along the diagonal: [b, b] each."""
+    """E[x x^T] over inputs x of `width`, as float32 blocks along the diagonal: [b, b] each; `centre`: E[x], [width]."""
 
     blocks: tuple[Tensor, ...]
+    centre: Tensor
 
     @property
     def width(self) -> int:
@@ -41,7 +42,16 @@ class Gram:
         """In float64, scaled to a mean diagonal of 1, so that models with large activations count like others; shrunk
         towards its diagonal and ridged: positive definite."""
         scale = sum(float(block.diagonal().sum(dtype=torch.float64)) for block in self.blocks) / self.width
-        return Gram(tuple(_damped(block.double() / scale if scale > 0 else block.double()) for block in self.blocks))
+        scale = scale if scale > 0 else 1.0
+        return Gram(tuple(_damped(b.double() / scale) for b in self.blocks), self.centre.double() / scale**0.5)
+
+    def centred(self) -> "Gram":
+        """What a shift of the outputs leaves of damped moments: the inputs' covariance, damped by as much as they are,
+        so that errors with and without a shift compare. Positive definite."""
+        pairs = zip(self.spans, self.blocks, strict=True)
+        seen = 1.0 - SHRUNK
+        blocks = tuple(block - seen * torch.outer(self.centre[s], self.centre[s]) for s, block in pairs)
+        return Gram(blocks, torch.zeros_like(self.centre))
 
     def energy(self, matrix: Tensor) -> float:
         """Mean squared length of `matrix` [rows, width] times an input."""
@@ -58,10 +68,11 @@ def _damped(block: Tensor) -> Tensor:
 
 
 class GramSum:
-    """Adds up x x^T of inputs as they pass."""
+    """Adds up x x^T and x of inputs as they pass."""
 
     def __init__(self, width: int, block: int = BLOCK) -> None:
         self._sums = [torch.zeros(min(block, width - at), min(block, width - at)) for at in range(0, width, block)]
+        self._total = torch.zeros(width, dtype=torch.float64)
         self.tokens = 0
 
     def add(self, inputs: Tensor) -> None:
@@ -72,13 +83,14 @@ class GramSum:
             part = rows[:, at : at + len(total)]
             total.addmm_(part.T, part)
             at += len(total)
+        self._total += rows.sum(0, dtype=torch.float64)
         self.tokens += len(rows)
 
     def mean(self) -> Gram:
         """Raises ValueError where no input was seen."""
         if not self.tokens:
             raise ValueError("no input was seen")
-        return Gram(tuple(total / self.tokens for total in self._sums))
+        return Gram(tuple(total / self.tokens for total in self._sums), (self._total / self.tokens).float())
 
 
 def regmean(tensors: Sequence[Tensor], grams: Sequence[Gram]) -> Tensor:

@@ -1,13 +1,16 @@
-"""The boldest assignment that a model can stand on, and a few safer ones, in few evaluations.
+"""The boldest assignment that a model can stand on, and safer ones on the way to it, in few evaluations.
 
 A ladder is one model's assignments from safe to bold (`allotment`). One bisection finds where it stops to hold. That
 place was found by looking at the search split, so what lies there holds partly by luck; hence the bisection begins
 with a margin and ends with none, and everything that held on the way is left to the holdout, which tries it from safe
 to bold. The margin is counted in standard errors of the paired change: a task whose answers hardly move needs little.
+
+The holdout stops at the first rung that fails, so it wants small strides near the border and a start far below it:
+the gaps that the bisection leaves are filled.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from sandhi_core.assignment import Assignment
@@ -22,8 +25,14 @@ MARGINS = (3.0, 2.0, 1.0, 0.0)
 COARSE = 4
 """Rungs (of PRICES an octave) that the end of all margins but the last may be off by."""
 
-MOST_SCORES = len(MARGINS) * len(PRICES).bit_length()
-"""That a climb may take."""
+FINE = 2
+"""Rungs that two which are left to the holdout are apart, from where the largest margin ends up to the boldest."""
+
+SAFER = 4
+"""Rungs, COARSE apart, that are left to the holdout below that."""
+
+MOST_SCORES = len(MARGINS) * len(PRICES).bit_length() + SAFER
+"""That a ladder may take, but for those that fill gaps between margins far apart."""
 
 T = TypeVar("T")
 
@@ -32,11 +41,12 @@ def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], boo
     """What was scored of so many `rungs`, by number. `holds(scored, margin)`, with margins from large to none.
 
     Where no rung holds that is bolder than one which does not, the last margin ends at the boldest that holds, the
-    others no more than COARSE rungs below; otherwise at one that holds and has a neighbour that does not. None is
-    scored twice.
+    others no more than COARSE rungs below; otherwise at one that holds and has a neighbour that does not. Then come
+    those for the holdout: FINE apart from where the largest margin ended that holds anywhere, and SAFER below. None
+    is scored twice.
     """
     scored: dict[int, T] = {}
-    low = -1
+    low, ends = -1, list[int]()
     for margin in MARGINS:
         high = min((at for at, found in scored.items() if at > low and not holds(found, margin)), default=rungs)
         while high - low > (COARSE if margin else 1):
@@ -48,7 +58,22 @@ def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], boo
                 low = at
             else:
                 high = at
+        ends.append(low)
+    for at in _between(scored, safe=next((end for end in ends if end >= 0), low), bold=low):
+        scored[at] = score(at)
     return scored
+
+
+def _between(scored: Collection[int], safe: int, bold: int) -> list[int]:
+    """What is missing of rungs FINE apart from `bold` down to `safe`, and of SAFER more, COARSE apart."""
+    missing, at, safer = list[int](), bold, SAFER
+    while at > 0 and (at > safe or safer):
+        gap = FINE if at > safe else COARSE
+        safer -= at <= safe
+        at = min((n for n in scored if at - gap <= n < at), default=max(0, at - gap))
+        if at not in scored:
+            missing.append(at)
+    return missing
 
 
 def ladder(

@@ -6,17 +6,19 @@ it; a rung of the ladder then only reads as many directions as it takes.
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from sandhi_core.assignment import Assignment, factor_names
+from sandhi_core.architectures import ARCHITECTURES
+from sandhi_core.assignment import Assignment, factor_names, vector_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
-from sandhi_core.rungs.allotment import LADDER_VERSION, Candidate, Ranks, nbytes
-from sandhi_core.rungs.residual import Residual, spectrum
+from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, nbytes
+from sandhi_core.rungs.plain import plain_squares
+from sandhi_core.rungs.residual import Residual, cut, spectrum
 from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
 
@@ -26,20 +28,23 @@ ALL = 2**31
 
 @dataclass(frozen=True)
 class Offer:
-    """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it."""
+    """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it (of
+    what is no projection: with its error alone); `scaled`: that of what differs once rows are scaled and shifted."""
 
     shared: str
     candidate: Candidate
     file: Path
+    scaled: Path | None = None
 
-    def residual(self, rank: int) -> Residual:
-        found = kept(self.file) or {}
-        return Residual(found["up"][:, :rank].contiguous(), found["down"][:rank].contiguous())
+    def residual(self, bid: Bid) -> Residual:
+        file = self.scaled if bid.affine and self.scaled else self.file
+        return cut(kept(file) or {}, bid.rank)
 
 
 class Offers:
     """Those of one model's plan. `folder` is where spectra are kept, `shared` gives the digest of a recipe's tensor,
-    `largest` is the rank that no residual goes beyond (0: none is offered)."""
+    `largest` is the rank that no residual goes beyond (0: none is offered), `affine` whether rows are scaled and
+    shifted where that pays."""
 
     def __init__(
         self,
@@ -50,25 +55,28 @@ class Offers:
         store: Store,
         shared: Callable[[Recipe], str],
         largest: int = ALL,
+        affine: bool = False,
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
+        self._projections = {slot.tensor for slot in fingerprint.slots}
         self._checkpoint = checkpoint
         self._inputs = inputs
         self._store = store
         self._shared = shared
         self._largest = largest
+        self._affine = affine
 
     def of(
         self, plan: Plan, only: Collection[str] | None = None, told: Callable[[str], None] = lambda line: None
     ) -> dict[str, Offer]:
-        """By tensor name (of all, or `only` some), in the order of the fingerprint's slots. Raises what making a tensor
+        """By tensor name (of all, or `only` some), in the order of the fingerprint. Raises what making a tensor
         or collecting the inputs raises."""
         merges = {m.tensor: m for step in plan.steps for m in step.merges if only is None or m.tensor in only}
-        names = [slot.tensor for slot in self._fingerprint.slots if slot.tensor in merges]
+        names = [name for name in self._fingerprint.in_order if name in merges]
         offers, begun, last = {}, time.monotonic(), time.monotonic()
         for done, name in enumerate(names, 1):
-            offers[name] = self.offer(merges[name].tensor, merges[name].recipe)
+            offers[name] = self.offer(name, merges[name].recipe)
             if time.monotonic() - last > TOLD_EVERY:
                 last = time.monotonic()
                 left = (last - begun) / done * (len(names) - done)
@@ -78,56 +86,97 @@ class Offers:
     def assigned(self, offers: Mapping[str, Offer], ranks: Ranks) -> Assignment:
         """The assignment of these ranks, its residuals in the store."""
         adjustments = {}
-        for name, rank in ranks.items():
-            if rank:
-                adjustments[name] = self.adjustment(name, offers[name].residual(rank))
+        for name, bid in ranks.items():
+            if bid.rank or bid.affine:
+                adjustments[name] = self.adjustment(name, offers[name].residual(bid))
         return Assignment({name: offers[name].shared for name in ranks}, adjustments)
 
     def adjustment(self, name: str, residual: Residual) -> Adjustment:
         """A residual of the tensor `name`, kept in the store."""
-        down, up = factor_names(name)
+        parts = dict(zip(factor_names(name), (residual.down, residual.up), strict=True))
+        parts |= zip(vector_names(name), (residual.scale, residual.shift), strict=True)
+        digests = ("" if part is None else self._store.put(one, part) for one, part in parts.items())
+        down, up, scale, shift = digests
         return Adjustment(
-            kind="low_rank",
+            kind="affine" if scale else "low_rank",
             nbytes=residual.nbytes,
             rank=residual.rank,
-            down=self._store.put(down, residual.down),
-            up=self._store.put(up, residual.up),
+            down=down,
+            up=up,
+            scale=scale,
+            shift=shift,
         )
 
-    def offer(self, tensor: str, recipe: Recipe) -> Offer:
-        """A recipe's tensor for the slot with this one. Raises what making it or collecting the inputs raises."""
-        shared, file = self._shared(recipe), self._file(tensor, recipe)
-        found = kept(file)
-        if found is None:
-            own_matrix, with_it = self._checkpoint.tensor(tensor), self._store.tensor(shared)
-            own = self._fingerprint.tensor(tensor)
-            found = spectrum(own_matrix, with_it, self._inputs.weighting(tensor)).kept(own.nbytes)
-            keep(file, found)
-        return Offer(shared, self._candidate(tensor, recipe, found["squares"]), file)
+    def offer(self, name: str, recipe: Recipe) -> Offer:
+        """A recipe's tensor in place of the one with this name. Raises what making it or collecting the inputs
+        raises."""
+        shared = self._shared(recipe)
+        if name not in self._projections:
+            file, found = self._kept(name, shared, lambda own, with_it: {"squares": self._plain(name, own, with_it)})
+            shape, spared = (*recipe.shape, 1)[:2], self._spared(name, recipe)
+            return Offer(shared, Candidate(found["squares"].numpy(), shape, spared, limit=0), file)
+        file, found = self._spectrum(name, shared, affine=False)
+        candidate = self._candidate(name, recipe, found["squares"])
+        if not self._affine:
+            return Offer(shared, candidate, file)
+        scaled, found = self._spectrum(name, shared, affine=True)
+        return Offer(shared, replace(candidate, affine=found["squares"].numpy()), file, scaled)
 
-    def candidate(self, tensor: str, recipe: Recipe) -> Candidate:
-        """What `offer` would have the slot bid, after `shorten` too."""
-        found = kept(_short(self._file(tensor, recipe)))
+    def candidate(self, name: str, recipe: Recipe) -> Candidate:
+        """What `offer` would have a projection bid but for scale and shift, which are not asked for: after `shorten`
+        too."""
+        shared = self._shared(recipe)
+        found = kept(_short(self._file(name, shared)))
         if found is None:
-            return self.offer(tensor, recipe).candidate
-        return self._candidate(tensor, recipe, found["squares"])
+            _, found = self._spectrum(name, shared, affine=False)
+        return self._candidate(name, recipe, found["squares"])
 
-    def shorten(self, tensor: str, recipe: Recipe) -> None:
+    def shorten(self, name: str, recipe: Recipe) -> None:
         """Keep of a spectrum that is not to be used only what bids need: it takes as much as the slot itself."""
-        file = self._file(tensor, recipe)
+        file = self._file(name, self._shared(recipe))
         if found := kept(file):
             keep(_short(file), {"squares": found["squares"]})
             file.unlink()
 
-    def _file(self, tensor: str, recipe: Recipe) -> Path:
-        own = self._fingerprint.tensor(tensor).digest
-        key = digest_of([LADDER_VERSION, own, self._shared(recipe), self._inputs.key, tensor])
-        return self._folder / f"{key}.safetensors"
+    def _candidate(self, name: str, recipe: Recipe, squares: Tensor) -> Candidate:
+        own = self._fingerprint.tensor(name)
+        limit = min(self._largest, len(squares), own.nbytes // nbytes(own.shape, 1))  # directions that are kept
+        return Candidate(squares.numpy(), own.shape, self._spared(name, recipe), limit)
 
-    def _candidate(self, tensor: str, recipe: Recipe, squares: Tensor) -> Candidate:
-        own = self._fingerprint.tensor(tensor)
-        limit = min(self._largest, len(squares), own.nbytes // nbytes(own.shape, 1))
-        return Candidate(squares.numpy(), own.shape, _spared(own.nbytes, recipe, self._fingerprint.model), limit)
+    def _spared(self, name: str, recipe: Recipe) -> float:
+        """Bytes: of n tensors one is kept, which each of those who pay for it pays in part (so that the owner of a
+        tensor that is taken as it is spares nothing); a model that only joins a tensor spares all of its own."""
+        size, model = self._fingerprint.tensor(name).nbytes, self._fingerprint.model
+        payers = set(recipe.payers) or {c.model for c in recipe.contributors}
+        return size * ((len(payers) - 1) / len(payers) if model in payers else 1.0)
+
+    def _spectrum(self, name: str, shared: str, affine: bool) -> tuple[Path, dict[str, Tensor]]:
+        limit = self._fingerprint.tensor(name).nbytes  # bytes of directions that may be worth keeping
+
+        def decomposed(own: Tensor, with_it: Tensor) -> dict[str, Tensor]:
+            return spectrum(own, with_it, self._inputs.weighting(name, affine)).kept(limit)
+
+        return self._kept(name, shared, decomposed, *["affine"] * affine)
+
+    def _plain(self, name: str, own: Tensor, shared: Tensor) -> Tensor:
+        norm = own.ndim == 1 and name.endswith(".weight")
+        offset = 1.0 if norm and ARCHITECTURES[self._fingerprint.model_type].norm == "1+w" else 0.0
+        return plain_squares(own, shared, self._inputs.uses.of(name), offset)
+
+    def _kept(
+        self, name: str, shared: str, compared: Callable[[Tensor, Tensor], dict[str, Tensor]], *how: str
+    ) -> tuple[Path, dict[str, Tensor]]:
+        """What is kept of the difference of a tensor from a shared one, made where it is not there."""
+        file = self._file(name, shared, *how)
+        found = kept(file)
+        if found is None:
+            found = compared(self._checkpoint.tensor(name), self._store.tensor(shared))
+            keep(file, found)
+        return file, found
+
+    def _file(self, name: str, shared: str, *how: str) -> Path:
+        own = self._fingerprint.tensor(name).digest
+        return self._folder / f"{digest_of([LADDER_VERSION, own, shared, self._inputs.key, name, *how])}.safetensors"
 
 
 TOLD_EVERY = 30.0
@@ -136,11 +185,3 @@ TOLD_EVERY = 30.0
 
 def _short(file: Path) -> Path:
     return file.with_suffix(".squares")
-
-
-def _spared(size: int, recipe: Recipe, model: str) -> float:
-    """Bytes, of a slot of that size: of n matrices one is kept, which each of those who pay for it pays in part (so
-    that the owner of a tensor that is taken as it is spares nothing); a model that only joins a tensor spares all of
-    its own."""
-    payers = set(recipe.payers) or {c.model for c in recipe.contributors}
-    return size * ((len(payers) - 1) / len(payers) if model in payers else 1.0)

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from sandhi_core.assignment import factor_names, factors_among, is_factor
+from sandhi_core.assignment import factor_names, factors_among, is_factor, vector_names
 from sandhi_core.checkpoint import Checkpoint, refuse
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
@@ -90,14 +90,14 @@ def module_of(model: Module, tensor: str) -> Module | None:
 def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "torch.device | str") -> PreTrainedModel:
     tensors = _mapped(directory, name)
     weights = sorted(set(factors_among(tensors).values()))
-    pairs = {weight: _pair(directory, name, tensors, weight) for weight in weights}
+    added = {weight: _added(directory, name, tensors, weight) for weight in weights}
     model, report = _loading(directory, name, lambda: _given(directory, tensors, dtype))
     _require_all(directory, name, report)
     for extra in sorted(report["unexpected_keys"]):
         raise _wrong(directory, name, "the model has no such tensor, and none that this could be added to", extra)
     model.to(device).eval()
-    for weight, pair in pairs.items():
-        _attach(directory, name, model, weight, *pair)
+    for weight, residual in added.items():
+        _attach(directory, name, model, weight, residual)
     # transformers would save the shared matrices and leave the residuals out.
     model.save_pretrained = partial(_unsaved, directory, name)
     return model
@@ -121,13 +121,17 @@ def _mapped(directory: Path, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _pair(directory: Path, name: str, tensors: dict[str, Tensor], weight: str) -> tuple[Tensor, Tensor]:
-    """Takes the two factors of a weight out of `tensors`."""
-    for factor in factor_names(weight):
-        if factor not in tensors:
-            raise _wrong(directory, name, "is missing, the other factor of its weight is there", factor)
-    down, up = (tensors.pop(factor) for factor in factor_names(weight))
-    return down, up
+def _added(directory: Path, name: str, tensors: dict[str, Tensor], weight: str) -> Residual:
+    """Takes what goes with a weight out of `tensors`: its two factors, its two vectors, or both."""
+    found: list[Tensor | None] = []
+    for what, pair in (("factor", factor_names(weight)), ("vector", vector_names(weight))):
+        there = [part for part in pair if part in tensors]
+        for part in pair:
+            if there and part not in tensors:
+                raise _wrong(directory, name, f"is missing, the other {what} of its weight is there", part)
+        found += [tensors.pop(part, None) for part in pair]
+    down, up, scale, shift = found
+    return Residual(up, down, scale, shift)
 
 
 def _given(directory: Path, tensors: dict[str, Tensor], dtype: "torch.dtype | str") -> tuple[PreTrainedModel, Any]:
@@ -149,16 +153,19 @@ def _given(directory: Path, tensors: dict[str, Tensor], dtype: "torch.dtype | st
     return model, report
 
 
-def _attach(directory: Path, name: str, model: PreTrainedModel, weight: str, down: Tensor, up: Tensor) -> None:
+def _attach(directory: Path, name: str, model: PreTrainedModel, weight: str, residual: Residual) -> None:
     linear = module_of(model, weight)
     if not isinstance(linear, Linear):
         raise _wrong(directory, name, "has residuals, but is no linear layer of the model", weight)
     rows, columns = linear.weight.shape
-    shapes = ((len(down), columns), (rows, len(down)))
-    for factor, tensor, shape in zip(factor_names(weight), (down, up), shapes, strict=True):
-        if tensor.shape != shape:
-            raise _wrong(directory, name, f"has shape {list(tensor.shape)}, {list(shape)} belongs there", factor)
-    attach(linear, Residual(up, down))
+    parts = (residual.down, residual.up, residual.scale, residual.shift)
+    shapes = ((residual.rank, columns), (rows, residual.rank), (rows,), (rows,))
+    for part, tensor, shape in zip((*factor_names(weight), *vector_names(weight)), parts, shapes, strict=True):
+        if tensor is not None and tensor.shape != shape:
+            raise _wrong(directory, name, f"has shape {list(tensor.shape)}, {list(shape)} belongs there", part)
+        if tensor is not None and len(shape) == 1 and not tensor.isfinite().all():
+            raise _wrong(directory, name, "holds numbers that are not finite", part)
+    attach(linear, residual)
 
 
 # --- transformers -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Fingerprint
 from sandhi_core.scan import fingerprint
+from sandhi_core.side_files import keep
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny
 
@@ -62,6 +63,7 @@ def test_every_source_has_the_moments_of_what_it_reads(opened: tuple[Evaluator, 
     for name, inputs in seen.items():
         rows = torch.cat(inputs)
         torch.testing.assert_close(grams[name].blocks[0], rows.T @ rows / len(rows), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(grams[name].centre, rows.mean(0), rtol=1e-4, atol=1e-6)
 
 
 def test_moments_are_collected_once_and_are_of_the_original(
@@ -78,7 +80,9 @@ def test_moments_are_collected_once_and_are_of_the_original(
     monkeypatch.setattr(Evaluator, "originals", lambda self: pytest.fail("the model was asked again"))
     again = Inputs(tmp_path, found, evaluator)
     assert all(torch.equal(a, b) for a, b in zip(again.gram(first).blocks, made.blocks, strict=True))
+    assert torch.equal(again.gram(first).centre, made.centre)
     assert again.weighting(first) is again.weighting(source)
+    assert again.weighting(first, affine=True) is again.weighting(source, affine=True) is not again.weighting(first)
 
 
 def test_a_damaged_file_is_made_again(opened: tuple[Evaluator, Fingerprint], tmp_path: Path) -> None:
@@ -91,6 +95,19 @@ def test_a_damaged_file_is_made_again(opened: tuple[Evaluator, Fingerprint], tmp
     file.unlink()  # what is mapped stays as it is
     file.write_bytes(damaged)
     torch.testing.assert_close(inputs.gram(name).blocks[0], made.blocks[0])
+
+
+def test_moments_that_were_kept_without_the_mean_are_made_again(
+    opened: tuple[Evaluator, Fingerprint], tmp_path: Path
+) -> None:
+    evaluator, found = opened
+    inputs, name = Inputs(tmp_path, found, evaluator), found.slots[0].tensor
+    made = inputs.gram(name)
+    (file,) = tmp_path.rglob(f"{name}.safetensors")
+    file.unlink()
+    keep(file, {"0000": torch.zeros_like(made.blocks[0])})
+    torch.testing.assert_close(inputs.gram(name).blocks[0], made.blocks[0])
+    torch.testing.assert_close(inputs.gram(name).centre, made.centre)
 
 
 def test_a_projection_that_no_question_reaches_is_named(

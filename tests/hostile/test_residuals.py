@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sandhi_core.assignment import factor_names, is_factor
+from sandhi_core.assignment import factor_names, is_factor, vector_names
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, ProofError
 from sandhi_core.layout import MANIFEST, read_manifest
@@ -16,17 +16,18 @@ from sandhi_core.memory import measure
 from sandhi_core.safetensors_file import Entry, map_file, raw_bytes, write_safetensors
 from sandhi_core.serving.load import load
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
-from tests.exported import DOWN, EMBED, GATE, NORM, RANKS, UP, make_case, make_models
+from tests.exported import DOWN, EMBED, GATE, NORM, RANKS, UP, VECTORS, make_case, make_models
 
 PRIVATE = "private.sandhi"
 A, B = factor_names(GATE)
+S, T = vector_names(GATE)
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = make_models(tmp_path_factory.mktemp("models"))
-    return make_case(tmp_path_factory.mktemp("sound"), models, RANKS).exported()[0]
+    return make_case(tmp_path_factory.mktemp("sound"), models, RANKS, VECTORS).exported()[0]
 
 
 @pytest.fixture
@@ -37,6 +38,10 @@ def single(sound: Path, tmp_path: Path) -> Path:
 
 def zeros(name: str, *shape: int) -> Entry:
     return Entry(name, "BF16", shape, raw_bytes(torch.zeros(shape, dtype=torch.bfloat16)))
+
+
+def filled(name: str, value: float, *shape: int) -> Entry:
+    return Entry(name, "BF16", shape, raw_bytes(torch.full(shape, value, dtype=torch.bfloat16)))
 
 
 def shard(single: Path, *added: Entry, without: tuple[str, ...] = ()) -> None:
@@ -79,7 +84,7 @@ def by_stock_names(single: Path) -> None:
 def without_factors(path: Path) -> None:
     places = json.loads(path.read_text())["weight_map"]
     kept = {name: file for name, file in places.items() if not is_factor(name)}
-    assert len(kept) == len(places) - 4
+    assert len(kept) == len(places) - 6
     path.write_text(json.dumps({"metadata": {}, "weight_map": kept}))
 
 
@@ -123,6 +128,51 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None, str]] = {
         lambda d: shard(d, *(zeros(n, 2, 2) for n in factor_names(EMBED))),
         EMBED,
         "is no linear layer",
+    ),
+    "a vector is missing": (lambda d: shard(d, without=(S,)), S, "the other vector of its weight is there"),
+    "the other vector is missing": (lambda d: shard(d, without=(T,)), T, "the other vector of its weight is there"),
+    "a vector of other length": (
+        lambda d: shard(d, zeros(S, 47), without=(S,)),
+        S,
+        r"has shape \[47\], \[48\] belongs there",
+    ),
+    "a vector with two dimensions": (
+        lambda d: shard(d, zeros(T, 48, 1), without=(T,)),
+        T,
+        r"has shape \[48, 1\], \[48\] belongs there",
+    ),
+    "a vector of one number": (
+        lambda d: shard(d, zeros(S, 1), without=(S,)),
+        S,
+        r"has shape \[1\], \[48\] belongs there",
+    ),
+    "a scale that is no number": (
+        lambda d: shard(d, filled(S, float("nan"), 48), without=(S,)),
+        S,
+        "holds numbers that are not finite",
+    ),
+    "a shift without limit": (
+        lambda d: shard(d, filled(T, float("inf"), 48), without=(T,)),
+        T,
+        "holds numbers that are not finite",
+    ),
+    "a vector of no weight": (
+        lambda d: shard(d, zeros("model.layers.7.mlp.up_proj.row_scale", 48)),
+        "model.layers.7.mlp.up_proj.row_scale",
+        "the model has no such tensor, and none that this could be added to",
+    ),
+    "vectors of no linear layer": (
+        lambda d: shard(d, *(zeros(n, 64) for n in vector_names(EMBED))),
+        EMBED,
+        "is no linear layer",
+    ),
+    "vectors by stock names, without factors": (
+        lambda d: (
+            shard(d, without=(A, B, *factor_names(UP))),
+            by_stock_names(d),
+        ),
+        S,
+        "is a factor of a residual",
     ),
     "a weight is missing": (lambda d: shard(d, without=(NORM,)), NORM, "fill 1 tensors .* with random numbers"),
     "a weight with factors is missing": (

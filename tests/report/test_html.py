@@ -136,7 +136,7 @@ def test_the_other_tables_are_there(data: ReportData, page: Page) -> None:
     assert data.points is not None
     points = [r["point"] for r in page.table("Operating points")]
     assert points == [*(p.name for p in data.points.points), "deployed"]
-    walks = {r["model"]: r for r in page.table("Every model's walk")}
+    walks = {r["model"]: r for r in page.table("Every model's trajectory")}
     assert (walks["chemist"]["accepted"], walks["chemist"]["rejected"]) == ("9", "3")
     assert walks["ranker"]["holdout looks"] == str(len(data.holdouts["ranker"].walked))
     shared = page.table("Tensors that several models hold")

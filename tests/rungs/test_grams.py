@@ -53,6 +53,26 @@ def test_damped_does_not_depend_on_scale_and_is_definite() -> None:
     assert float(torch.linalg.eigvalsh(gram_of(torch.zeros(4, 8)).damped().blocks[0]).min()) > 0
 
 
+@pytest.mark.parametrize("block", [3, 4096])
+def test_centred_is_the_covariance_damped_by_as_much(block: int) -> None:
+    inputs = drawn(200, 8) + torch.arange(8.0)
+    found = gram_of(inputs, block)
+    torch.testing.assert_close(found.centre, inputs.mean(0))
+    damped = found.damped()
+    scale = float(inputs.square().mean())
+    torch.testing.assert_close(damped.centre, inputs.mean(0).double() / scale**0.5, rtol=1e-6, atol=1e-9)
+    covariance = torch.cov(inputs.double().T, correction=0) / scale
+    moments = inputs.double().T @ inputs.double() / len(inputs) / scale
+    for span, block_, whole in zip(damped.spans, damped.centred().blocks, damped.blocks, strict=True):
+        added = whole - 0.9 * moments[span, span]
+        torch.testing.assert_close(block_, 0.9 * covariance[span, span] + added, rtol=1e-4, atol=1e-6)
+
+
+def test_centred_is_definite_where_inputs_do_not_vary() -> None:
+    for inputs in (torch.ones(5, 8), 1000.0 * drawn(1, 8), torch.zeros(4, 8)):
+        assert float(torch.linalg.eigvalsh(gram_of(inputs).damped().centred().blocks[0]).min()) > 0
+
+
 def test_regmean_of_one_model_is_its_own_matrix() -> None:
     matrix = drawn(5, 8)
     torch.testing.assert_close(regmean([matrix], [gram_of(drawn(40, 8, seed=1))]), matrix.double())

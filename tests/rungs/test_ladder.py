@@ -1,6 +1,7 @@
 """The boldest rung that holds, with safer ones before it, in few scores; and the trajectory that is made of them."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.records import Adjustment, Evaluation, Plan, PlannedMerge, PlannedStep, Recipe, TaskResult
-from sandhi_core.rungs.allotment import Ranks
-from sandhi_core.rungs.ladder import COARSE, MARGINS, climb, ladder
+from sandhi_core.rungs.allotment import Bid, Ranks
+from sandhi_core.rungs.ladder import COARSE, FINE, MARGINS, SAFER, climb, ladder
 
 
 @given(st.lists(st.integers(0, 60), min_size=len(MARGINS), max_size=len(MARGINS)).map(sorted), st.integers(0, 60))
@@ -23,7 +24,19 @@ def test_every_margin_ends_at_the_boldest_that_holds(limits: list[int], count: i
         held = max((at for at in scored if at <= boldest), default=-1)
         assert boldest - held < near
         assert held + near >= count or any(boldest < at <= held + near for at in scored)  # known not to hold
-    assert len(scored) <= len(MARGINS) * count.bit_length()
+    assert len(scored) <= len(MARGINS) * count.bit_length() + count // FINE + 1 + SAFER
+
+
+@given(st.lists(st.integers(0, 60), min_size=len(MARGINS), max_size=len(MARGINS)).map(sorted))
+def test_the_holdout_starts_far_below_the_border_and_goes_in_small_strides(limits: list[int]) -> None:
+    holding = dict(zip(MARGINS, limits, strict=True))
+    scored = climb(60, lambda at: at, lambda at, margin: at < holding[margin])
+    bold = max(limits) - 1
+    safe = min((limit for limit in limits[:-1] if limit > COARSE), default=bold + 1) - 1
+    held = sorted(at for at in scored if at <= bold)
+    assert all(after - before <= FINE for before, after in pairwise(at for at in held if at >= safe))
+    assert all(after - before <= COARSE for before, after in pairwise(held[-SAFER:]))
+    assert not held or held[0] <= max(0, safe - COARSE * (SAFER - 1))
 
 
 @given(st.lists(st.floats(0.0, 4.0), max_size=60))
@@ -37,15 +50,15 @@ def test_whatever_holds_nothing_is_scored_twice(room: list[float]) -> None:
         assert 0 in scored
 
 
-def test_a_border_of_150_rungs_takes_at_most_sixteen_scores() -> None:
+def test_a_border_of_150_rungs_takes_at_most_27_scores() -> None:
     for border in range(150):
         scored = climb(150, lambda at: at, lambda at, margin, border=border: at < border - 6 * margin)  # type: ignore[misc]
-        assert len(scored) <= 16
+        assert len(scored) <= 27
 
 
-def test_one_margin_takes_no_more_than_a_bisection() -> None:
+def test_one_border_takes_no_more_than_a_bisection_and_the_safer_rungs() -> None:
     scored = climb(100, lambda at: at, lambda at, margin: at < 70)
-    assert max(at for at in scored if at < 70) == 69 and len(scored) <= 7
+    assert max(at for at in scored if at < 70) == 69 and len(scored) <= 7 + SAFER
 
 
 QUESTIONS = 400
@@ -68,11 +81,14 @@ def assigned(ranks: Ranks) -> Assignment:
     def adjustment(name: str, rank: int) -> Adjustment:
         return Adjustment(kind="low_rank", nbytes=16 * rank, rank=rank, down=f"d{name}{rank}", up=f"u{name}{rank}")
 
-    corrected = {name: adjustment(name, rank) for name, rank in ranks.items() if rank}
+    corrected = {name: adjustment(name, rank) for name, (rank, _) in ranks.items() if rank}
     return Assignment({name: f"shared {name}" for name in ranks}, corrected)
 
 
-RANKS: list[Ranks] = [{"a": 3}, {"a": 2, "b": 2}, {"a": 0, "b": 1}, {"a": 0, "b": 0}]
+RANKS: list[Ranks] = [
+    {name: Bid(rank) for name, rank in ranks.items()}
+    for ranks in ({"a": 3}, {"a": 2, "b": 2}, {"a": 0, "b": 1}, {"a": 0, "b": 0})
+]
 RUNGS = list(zip((0.1, 0.2, 0.4, 0.8), RANKS, strict=True))
 
 
@@ -89,22 +105,23 @@ def test_steps_go_from_safe_to_bold_and_each_is_a_whole_assignment() -> None:
     numbers = {str(assigned(ranks)): n for n, (_, ranks) in enumerate(RUNGS)}
     walk = ladder(plan("ab"), {"t": 0.02}, answers(0), RUNGS, assigned, lambda held: answers(wrong[numbers[str(held)]]))
     assert [(s.price, s.decision) for s in walk.steps] == [
+        (0.1, "accepted"),  # one of the safer
         (0.2, "accepted"),  # holds with every margin
         (0.4, "accepted"),  # 8 of 400 are the tolerance itself: holds with none
         (0.8, "rejected"),
     ]
-    assert assignment_at(walk, 1) == assigned(RUNGS[1][1]) and assignment_at(walk, 1).overhead == 64
-    assert assignment_at(walk, 2) == assigned(RUNGS[2][1]) and assignment_at(walk, 2).overhead == 16
-    assert assignment_at(walk, 3) == assignment_at(walk, 2)
-    assert walk.evaluations == 3 and walk.tolerance == {"t": 0.02}
+    assert assignment_at(walk, 2) == assigned(RUNGS[1][1]) and assignment_at(walk, 2).overhead == 64
+    assert assignment_at(walk, 3) == assigned(RUNGS[2][1]) and assignment_at(walk, 3).overhead == 16
+    assert assignment_at(walk, 4) == assignment_at(walk, 3)
+    assert walk.evaluations == 4 and walk.tolerance == {"t": 0.02}
     cutoffs = cutoff_set(walk, plan("ab"), {"t": 0.02})
-    assert [(c.steps, c.freed) for c in cutoffs.cutoffs] == [(0, 0), (1, 128 - 64), (2, 128 - 16)]
-    assert cutoffs.deepest == 2
+    assert [(c.steps, c.freed) for c in cutoffs.cutoffs] == [(0, 0), (1, 64 - 48), (2, 128 - 64), (3, 128 - 16)]
+    assert cutoffs.deepest == 3
 
 
 def test_the_margin_is_of_the_paired_change() -> None:
     """As many answers got better as worse: no drop, but one that varies."""
-    rungs: list[tuple[float, Ranks]] = [(float(n), {"a": 40 - n}) for n in range(32)]
+    rungs: list[tuple[float, Ranks]] = [(float(n), {"a": Bid(40 - n)}) for n in range(32)]
     quiet = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(0))
     loud = ladder(plan("ab"), {"t": 0.02}, answers(0), rungs, assigned, lambda held: answers(60, 60))
     assert quiet.steps[0].price == 15.0 and loud.steps[0].price == 3.0

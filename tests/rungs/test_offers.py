@@ -1,6 +1,7 @@
 """What a plan offers a model: spectra made once, residuals in the store, assignments that are scored as they act."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Contributor, Fingerprint, Plan, PlannedMerge, PlannedStep, Recipe
 from sandhi_core.rungs import offers as module
+from sandhi_core.rungs.allotment import Bid, nbytes
 from sandhi_core.rungs.offers import Offers
 from sandhi_core.scan import fingerprint
 from sandhi_core.store import Store
@@ -66,10 +68,13 @@ class Case:
 
     @property
     def offering(self) -> Offers:
+        return self.offers()
+
+    def offers(self, **options: Any) -> Offers:
         inputs = Inputs(self.folder / "inputs", self.fingerprint, self.evaluator)
         (self.folder / "spectra").mkdir(exist_ok=True)
         shared = lambda recipe: self.shared[recipe.contributors[0].tensor]  # noqa: E731
-        return Offers(self.folder / "spectra", self.fingerprint, self.checkpoint, inputs, self.store, shared)
+        return Offers(self.folder / "spectra", self.fingerprint, self.checkpoint, inputs, self.store, shared, **options)
 
 
 @pytest.fixture
@@ -93,22 +98,23 @@ def test_spectra_are_made_once_and_again_where_they_are_lost(case: Case, monkeyp
     real, asked = module.spectrum, []
     monkeypatch.setattr(module, "spectrum", lambda *given: (asked.append(1), real(*given))[1])
     name = next(iter(made))
-    before = made[name].residual(2)
+    before = made[name].residual(Bid(2))
     case.offering.of(case.plan)
     assert asked == []
     made[name].file.unlink()
-    again = case.offering.of(case.plan)[name].residual(2)
+    again = case.offering.of(case.plan)[name].residual(Bid(2))
     assert asked == [1]
-    assert torch.equal(again.up, before.up) and torch.equal(again.down, before.down)
+    assert again.parts.keys() == before.parts.keys() == {"up", "down"}
+    assert all(torch.equal(again.parts[part], before.parts[part]) for part in before.parts)
 
 
 def test_an_assignment_acts_as_shared_matrix_and_residual(case: Case) -> None:
     """Scores under hooks equal those of the matrix W + B A itself, put in place by hand."""
     offering = case.offering
     offers = offering.of(case.plan)
-    ranks = {name: n % 4 for n, name in enumerate(offers)}
+    ranks = {name: Bid(n % 4) for n, name in enumerate(offers)}
     held = offering.assigned(offers, ranks)
-    assert held.tensors == case.shared and {n for n, r in ranks.items() if r} == held.adjustments.keys()
+    assert held.tensors == case.shared and {n for n, (r, _) in ranks.items() if r} == held.adjustments.keys()
     for name, adjustment in held.adjustments.items():
         down, up = factor_names(name)
         assert case.store.path(adjustment.down, down).is_file() and case.store.path(adjustment.up, up).is_file()
@@ -137,12 +143,51 @@ def test_an_assignment_acts_as_shared_matrix_and_residual(case: Case) -> None:
         assert torch.equal(resident.model(tokens).logits, original)
 
 
+@pytest.mark.parametrize("largest", [0, 2])
+def test_with_vectors_it_acts_as_scaled_and_shifted(case: Case, largest: int) -> None:
+    """Hooks against a forward pass of the matrices s W + B A, put in place by hand, with t as a bias."""
+    offering = case.offers(largest=largest, affine=True)
+    offers = offering.of(case.plan)
+    for offer in offers.values():
+        assert offer.candidate.limit == largest and offer.candidate.affine is not None
+        # A fit takes error off, or leaves what its rounding to bfloat16 adds.
+        assert offer.candidate.affine.sum() < offer.candidate.squares.sum() + 1e-5
+    held = offering.assigned(offers, dict.fromkeys(offers, Bid(largest, affine=True)))
+    assert {a.kind for a in held.adjustments.values()} == {"affine"}
+    assert {a.rank for a in held.adjustments.values()} == {largest}
+    resident = case.evaluator.originals()
+    weights = merged_weights(case.fingerprint, held, case.store)
+    resident.hold(weights.tensors, weights.read)
+    tokens = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        served = resident.model(tokens).logits
+        acting = {}
+        for name, added in held.adjustments.items():
+            scale, shift = case.store.tensor(added.scale).float(), case.store.tensor(added.shift).float()
+            acting[name] = scale[:, None] * case.given[name]
+            if largest:
+                acting[name] += case.store.tensor(added.up).float() @ case.store.tensor(added.down).float()
+            assert added.nbytes == nbytes(acting[name].shape, largest, affine=True)
+            assert resident.module(name).bias is None
+            resident.module(name).register_forward_hook(lambda _, given, output, shift=shift: output + shift)
+        resident.hold(dict.fromkeys(acting, "by hand"), acting.__getitem__)
+        torch.testing.assert_close(served, resident.model(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_offers_without_vectors_are_the_same_beside_them(case: Case) -> None:
+    plain, both = case.offering.of(case.plan), case.offers(affine=True).of(case.plan)
+    for name, offer in plain.items():
+        assert offer.candidate.affine is None and offer.file == both[name].file != both[name].scaled
+        assert (offer.candidate.squares == both[name].candidate.squares).all()
+
+
 def test_scores_know_residuals_apart(case: Case) -> None:
     offering = case.offering
     offers = offering.of(case.plan)
     name = next(iter(offers))
     keys = {
-        merged_weights(case.fingerprint, offering.assigned(offers, {name: rank}), case.store).key for rank in range(4)
+        merged_weights(case.fingerprint, offering.assigned(offers, {name: Bid(rank)}), case.store).key
+        for rank in range(4)
     }
     assert len(keys) == 4
 
@@ -151,7 +196,7 @@ def test_cached_layers_do_not_hide_a_residual(case: Case) -> None:
     """Only the residual changes between two scores; the second is that of a fresh model."""
     offering = case.offering
     offers = offering.of(case.plan)
-    held = [offering.assigned(offers, dict.fromkeys(offers, rank)) for rank in (0, 8, 0)]
+    held = [offering.assigned(offers, dict.fromkeys(offers, Bid(rank))) for rank in (0, 8, 0)]
     weights = [merged_weights(case.fingerprint, one, case.store) for one in held]
     resident = case.evaluator.originals()
     likelihoods = []
@@ -164,23 +209,33 @@ def test_cached_layers_do_not_hide_a_residual(case: Case) -> None:
     assert likelihoods[0] != likelihoods[1] and likelihoods[0] == likelihoods[2]
 
 
-def test_a_spectrum_kept_in_short_bids_the_same_and_is_made_whole_for_a_residual(case: Case) -> None:
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_spectrum_kept_in_short_bids_the_same_and_is_made_whole_for_a_residual(case: Case, affine: bool) -> None:
+    """But for scaled and shifted rows, which a spectrum in short says nothing of."""
     merge = case.merge(1)
-    offering = case.offering
+    offering = case.offers(affine=affine)
     whole = offering.offer(merge.tensor, merge.recipe)
-    before = whole.residual(3)
+    before = whole.residual(Bid(3, affine))
     offering.shorten(merge.tensor, merge.recipe)
     assert not whole.file.exists()
     short = offering.candidate(merge.tensor, merge.recipe)
     assert not whole.file.exists()
-    assert (short.squares == whole.candidate.squares).all()
+    assert (short.squares == whole.candidate.squares).all() and short.affine is None
     assert (short.shape, short.spared, short.limit) == (
         whole.candidate.shape,
         whole.candidate.spared,
         whole.candidate.limit,
     )
-    again = offering.offer(merge.tensor, merge.recipe).residual(3)
-    assert torch.equal(again.up, before.up) and torch.equal(again.down, before.down)
+    made = offering.offer(merge.tensor, merge.recipe)
+    again = made.residual(Bid(3, affine))
+    assert (made.candidate.affine is not None) == affine and again.parts.keys() == before.parts.keys()
+    assert all(torch.equal(again.parts[part], before.parts[part]) for part in before.parts)
+
+
+def test_evidence_asks_for_no_scaled_rows(case: Case) -> None:
+    merge = case.merge(1)
+    assert case.offers(affine=True).candidate(merge.tensor, merge.recipe).affine is None
+    assert len(list((case.folder / "spectra").iterdir())) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandhi_core.rungs.allotment import PRICES, Candidate, distinct, nbytes
+from sandhi_core.rungs.allotment import PRICES, Bid, Candidate, distinct, nbytes
 from sandhi_core.rungs.residual import DTYPE, Residual, Spectrum, attach, spectrum, weighting
 from tests.rungs.test_grams import drawn, gram_of
 
@@ -51,7 +51,7 @@ def test_equal_matrices_leave_no_error_and_a_matrix_of_nought_takes_none() -> No
     zero = spectrum(torch.zeros(7, 6), own, on)
     with_none, with_any = (Candidate(zero.squares.numpy(), (7, 6), 7 * 6 * 4.0, limit) for limit in (0, 6))
     assert distinct({"w": with_none}, PRICES) == []
-    assert all(ranks == {"w": 6} for _, ranks in distinct({"w": with_any}, PRICES))
+    assert all(ranks == {"w": Bid(6)} for _, ranks in distinct({"w": with_any}, PRICES))
 
 
 @pytest.mark.parametrize(("limit", "rank"), [(0, 0), (nbytes((7, 6), 2), 2), (nbytes((7, 6), 3) - 1, 2), (10**6, 6)])
@@ -59,7 +59,7 @@ def test_no_more_directions_are_kept_than_may_be_worth_it(limit: int, rank: int)
     _, _, found = case()
     kept = found.kept(limit)
     assert (kept["up"].shape, kept["down"].shape, len(kept["squares"])) == ((7, rank), (rank, 6), 6)
-    assert torch.equal(kept["up"][:, :1], found.truncated(min(rank, 1)).up)
+    assert torch.equal(kept["up"][:, :1], found.up[:, : min(rank, 1)].to(DTYPE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sandhi_core.claims import claims_of
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError
 from sandhi_core.evaluation.evaluator import merged_weights
@@ -18,7 +19,7 @@ from sandhi_core.serving.load import index_of, load, module_of
 from sandhi_core.survey import survey
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, PICKLES
 from tests.evaluation.local_tasks import settings
-from tests.exported import EMBED, GATE, MODELS, RANKS, UP, Case, make_case, make_models, stock
+from tests.exported import EMBED, GATE, MODELS, RANKS, UP, VECTORS, Case, make_case, make_models, stock
 from tests.models import tiny_llama
 
 TOKENS = torch.arange(40)[None] % 64
@@ -74,6 +75,31 @@ def test_in_the_files_dtype_nothing_is_copied(halves: Case, name: str) -> None:
     assert torch.equal(logits(loaded), logits(halves.swapped(name)))
     assert len(factors(loaded)) == 2 * sum(model == name for model, _ in RANKS)
     assert unmapped_bytes(loaded, root / name) == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [{}, RANKS])
+def test_vectors_are_served_as_they_were_scored_out_of_the_files(
+    tmp_path: Path, ranks: dict[tuple[str, str], int], dtype: torch.dtype, name: str
+) -> None:
+    """Beside factors and without them."""
+    case = make_case(tmp_path, make_models(tmp_path / "models", dtype), ranks, VECTORS)
+    root, manifest = case.exported()
+    assert verify_disk(root, manifest).problems == ()
+    loaded = load(root / name)
+    assert torch.equal(logits(loaded), logits(case.swapped(name)))
+    parts = sum(len(case.residual(name, tensor).parts) for tensor in case.adjustments.get(name, {}))
+    assert len(factors(loaded)) == parts
+    assert unmapped_bytes(loaded, root / name) == 0
+    claims, plain = claims_of(manifest), Case(**{**vars(case), "adjustments": {}}).exported()[1]
+    assert claims.added == sum(one.overhead for one in case.assignments.values())
+    assert claims.claimed == claims_of(plain).claimed - claims.added
+    if parts:
+        with pytest.raises(CheckpointError, match="these would be left out"):
+            loaded.save_pretrained(tmp_path / "saved")
+        with pytest.raises(OSError, match=r"no file named model.safetensors"):
+            AutoModelForCausalLM.from_pretrained(root / name, local_files_only=True)
 
 
 def test_residuals_stay_mapped_whatever_dtype_the_model_computes_in(halves: Case, case: Case, root: Path) -> None:

@@ -1,0 +1,91 @@
+"""What a ladder's savings are made of: how its ranks lie over layers and projections, and how they grow with the pool.
+
+Every row of the second table is a whole build of the first so many models of the pool file.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.lines import LADDER, built
+from benchmarks.outcomes import Outcome
+from benchmarks.rows import seconds, table
+from benchmarks.ways import say
+from sandhi_core.architectures import ORDER
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.assignment import assignment_at
+from sandhi_core.pool import Pool, load_pool
+from sandhi_core.records import Fingerprint, OperatingPoints, Trajectory
+
+
+def ranks(root: Path, pool: Pool) -> str:
+    """By layer and projection: the mean rank over the models that share there, and of how many that is."""
+    artifacts = Artifacts(root)
+    points = artifacts.load(OperatingPoints, "operating_points", pool.name)
+    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    could: dict[tuple[int, str], int] = defaultdict(int)
+    for entry in pool.models:
+        trajectory = artifacts.load(Trajectory, "trajectory", f"{pool.name}.{entry.name}")
+        held = assignment_at(trajectory, points.deployed.cutoffs[entry.name])
+        offered = {name for step in trajectory.steps for name in step.tensors}
+        for slot in artifacts.load(Fingerprint, "checkpoint", entry.name).slots:
+            could[slot.layer, slot.projection] += slot.tensor in offered
+            if slot.tensor in held.tensors:
+                adjustment = held.adjustments.get(slot.tensor)
+                found[slot.layer, slot.projection].append(adjustment.rank if adjustment else 0)
+    projections = [p for p in ORDER if any(at[1] == p for at in could)]
+    lines = [
+        (str(layer), *(_cell(found[layer, p], could[layer, p]) for p in projections))
+        for layer in sorted({at[0] for at in could})
+    ]
+    return table(("layer", *projections), lines)
+
+
+def _cell(taken: Sequence[int], could: int) -> str:
+    return f"{fmean(taken):.1f} ({len(taken)}/{could})" if taken else f"- (0/{could})"
+
+
+def sizes(pool: Pool, folder: Path) -> list[tuple[int, Outcome]]:
+    """Builds of the first two, three, ... models; that of all leaves its root in `folder`."""
+    rows = []
+    for count in range(2, len(pool.models) + 1):
+        say(f"{pool.name}: {count} models")
+        place = folder / str(count)
+        place.mkdir()
+        smaller = pool.model_copy(update={"models": pool.models[:count]})
+        rows.append((count, built(f"{count} models", smaller, LADDER, place)))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ladders", description=__doc__)
+    parser.add_argument("pool", type=Path, metavar="POOL.yaml")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where ladders-POOL.txt is kept")
+    options = parser.parse_args(arguments)
+    pool = load_pool(options.pool)
+    with tempfile.TemporaryDirectory(prefix="sandhi-ladders-") as name:
+        rows = sizes(pool, Path(name))
+        distribution = ranks(Path(name) / str(len(pool.models)) / "root", pool)
+    head = ("models", "net bytes", "of all", "bytes served a model", "evaluations", "s")
+    lines = [
+        (
+            *(str(n), f"{o.net:,}", f"{100 * o.net / o.whole:.1f} %", f"{(o.whole - o.net) // n:,}"),
+            *(str(o.evaluations), seconds(o.seconds)),
+        )
+        for n, o in rows
+    ]
+    title = "mean rank of the models that share (how many do, of how many could)"
+    text = f"{table(head, lines)}\n\n{title}\n{distribution}"
+    if options.out is not None:
+        (options.out / f"ladders-{pool.name}.txt").write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
