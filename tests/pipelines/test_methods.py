@@ -13,6 +13,7 @@ from torch import Tensor
 
 from assets import checkpoint, groups
 from resources.bench import Bench
+from sandhi_core.architectures import ORDER
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
 from sandhi_core.checkpoint import Checkpoint
@@ -158,6 +159,33 @@ def test_a_newcomer_changes_nobody_elses_recipes_and_a_changed_base_everybodys(
     assert not {"checkpoint", "profile"} & {stage for stage, _ in again["ran"]}
     assert not before.keys() & {g.recipe.digest for g in groups_of(root)}
     assert built(tuned((*NAMES, "d"), **merging("mean", "base", bases=["base"])), root)["ran"] == []
+
+
+def test_methods_go_with_scaled_rows_and_with_what_lies_beside_projections(
+    tuned: Callable[..., Path], tmp_path: Path
+) -> None:
+    for seed, name in enumerate(NAMES):
+        fine_tune(tmp_path / name, seed=70 + seed, moved=0.001)  # its embeddings too
+    sections = merging("member", "base", "regmean", bases=["base"], affine="rows", reform=True)
+    pool = tuned(NAMES, **sections, grouping={"besides": ["norms", "embeddings"]})
+    root = tmp_path / "root"
+    document = built(pool, root)
+    beside = [g for g in groups_of(root) if g.recipe.projection not in ORDER]
+    assert {g.recipe.projection for g in beside} >= {"embed_tokens.weight"}
+    assert all((g.recipe.method, g.compared) == ("mean", {}) and g.recipe.payers == () for g in beside)
+    assert all(len(g.compared) == 3 for g in groups_of(root) if g not in beside)
+    result = document["pools"]["tiny"]
+    assert all(model["within_budget"] for model in result["models"].values())
+    assert 0 < result["bytes"]["claimed"] == result["bytes"]["verified_disk"]
+    status, out, err = sandhi("verify", result["export"], "--json")
+    assert status == 0 and json.loads(out)["problems"] == [], err
+    for folder in ("store", "spectra", "inputs"):
+        shutil.rmtree(root / folder)
+    manifest = read_manifest(Path(result["export"]))
+    shutil.rmtree(root / "exports")
+    again = built(pool, root)
+    assert {stage for stage, _ in again["ran"]} == {"merged_weights", "sharing_proof", "deployment"}
+    assert read_manifest(Path(again["pools"]["tiny"]["export"])) == manifest
 
 
 def test_a_members_own_tensor_costs_that_model_nothing(tiny_pool: PoolWriter, tmp_path: Path) -> None:
