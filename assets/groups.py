@@ -1,13 +1,19 @@
-"""groups[pool.group]: which slots are proposed to share one tensor, and why the others are not."""
+"""groups[pool.group]: which slots are proposed to share one tensor, by what recipe, and why the others are not."""
 
+import time
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.besides import besides
 from sandhi_core.grouping import make_groups
+from sandhi_core.grouping_methods import Measures
 from sandhi_core.kinship import families
-from sandhi_core.records import Groups, Profile
+from sandhi_core.merging import squared_distance
+from sandhi_core.records import Groups, Profile, Recipe, Slot
+from sandhi_core.rungs.allotment import Candidate
+from sandhi_core.rungs.choice import Evidence
+from sandhi_core.rungs.offers import TOLD_EVERY, Offers
 from sandhi_core.scan import row_statistics
 
 
@@ -33,13 +39,16 @@ def run(job: Job) -> Outcome:
         earlier,
         related,
         beside,
+        None if pool.merging.plain else _measures(job),
     )
+    methods = Counter(g.recipe.method for g in record.groups)
     reasons = Counter(e.reason for e in record.excluded)
     return Outcome(
         record,
         {
             "models": ", ".join(models),
             "groups": len(record.groups),
+            "methods": ", ".join(f"{n} {method}" for method, n in methods.most_common()) or "none",
             "slots in groups": sum(len(g.members) for g in record.groups),
             "slots left out": len(record.excluded),
             "why": "; ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none left out",
@@ -47,9 +56,44 @@ def run(job: Job) -> Outcome:
     )
 
 
+def _measures(job: Job) -> Measures:
+    """What the pool's methods ask for; models are loaded, one at a time, only where a group needs moments that are not
+    there yet."""
+    bench, pool = job.bench, job.bench.catalogue.pools[job.pool]
+    decomposed, told = 0, time.monotonic()
+
+    @cache
+    def offers(model: str) -> Offers:
+        bench.inputs(model).ready(importance=pool.search.errors == "answers")
+        return bench.offers(*bench.catalogue.entry(f"{pool.name}.{model}"))
+
+    def candidate(slot: Slot, recipe: Recipe) -> Candidate:
+        nonlocal decomposed, told
+        found = offers(slot.model).candidate(slot.tensor, recipe)
+        if pool.search.strategy == "walk":  # which adds no residuals
+            offers(slot.model).shorten(slot.tensor, recipe)
+        decomposed += 1
+        if time.monotonic() - told > TOLD_EVERY:
+            told = time.monotonic()
+            job.log(f"{decomposed} matrices decomposed to compare methods")
+        return found
+
+    def distance(one: Slot, other: Slot) -> float:
+        matrices = (bench.opened(pool, slot.model)[0].tensor(slot.tensor) for slot in (one, other))
+        return squared_distance(*matrices)
+
+    return Measures(
+        {base.name: bench.base(base)[1] for base in pool.bases},
+        distance,
+        lambda model: bench.inputs(model).key,
+        Evidence(candidate, lambda slot, recipe: offers(slot.model).shorten(slot.tensor, recipe)),
+    )
+
+
 STAGE = StageAsset(
     name="groups",
     description="Groups of slots that may share one tensor, with the recipe of that tensor, in search order.",
     run=run,
+    scores=True,
     kinds=frozenset({"scipy"}),
 )

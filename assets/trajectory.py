@@ -54,7 +54,7 @@ def _walk(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float]]
         pool.search,
         pool.tolerance(entry),
         evaluator.evaluate("search", evaluator.original),
-        job.bench.shared_tensors().digest,
+        job.bench.shared_tensors(pool).digest,
         score,
     )
     accepted = sum(s.decision == "accepted" for s in record.steps)

@@ -14,8 +14,8 @@ from sandhi_core.forecast import forecast
 from sandhi_core.graph import Catalogue
 from sandhi_core.pool import Pool
 from sandhi_core.pool_file import Document, read_document
-from sandhi_core.pool_problems import shown_path
-from sandhi_core.preflight import check_model, check_pool
+from sandhi_core.pool_problems import Loc, shown_path
+from sandhi_core.preflight import check_base, check_model, check_pool
 from sandhi_core.preflight_pool import task_folder_is_missing
 from sandhi_core.records import Fingerprint, Split
 
@@ -45,7 +45,9 @@ def check(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     problems, fingerprints = _models(pool, settings.artifacts().directory("scans"))
     task_problems, questions = _questions(pool, settings.artifacts().directory("datasets"))
     problems += task_problems
-    problems += check_pool(pool, fingerprints, questions, root)
+    base_problems, bases = _bases(pool, settings.artifacts().directory("scans"))
+    problems += base_problems
+    problems += check_pool(pool, fingerprints, questions, root, bases)
     problems = [_placed(problem, file, document, pool) for problem in problems]
     problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
     return {
@@ -59,9 +61,10 @@ def _placed(problem: Problem, file: Path, document: Document, pool: Pool) -> Pro
     """The problem, with the pool file and line as its file where no other file is to blame."""
     if problem.file is not None:
         return problem
-    names = [entry.name for entry in pool.models]
-    above = () if problem.model is None else ("models", names.index(problem.model))
-    line = document.line((*above, *_FIELDS.get(problem.code, ())))
+    models: dict[str, Loc] = {entry.name: ("models", at) for at, entry in enumerate(pool.models)}
+    bases: dict[str, Loc] = {base.name: ("merging", "bases", at) for at, base in enumerate(pool.bases)}
+    fields = () if problem.model in bases else _FIELDS.get(problem.code, ())
+    line = document.line((*(models | bases).get(problem.model or "", ()), *fields))
     return problem.model_copy(update={"file": f"{shown_path(file)}:{line}"})
 
 
@@ -92,6 +95,12 @@ def _models(pool: Pool, scans: Path) -> tuple[list[Problem], dict[str, Fingerpri
         if fingerprint is not None:
             fingerprints[entry.name] = fingerprint
     return problems, fingerprints
+
+
+def _bases(pool: Pool, scans: Path) -> tuple[list[Problem], dict[str, Fingerprint]]:
+    found = {base.name: check_base(base, scans) for base in pool.bases}
+    problems = [problem for told, _ in found.values() for problem in told]
+    return problems, {name: fingerprint for name, (_, fingerprint) in found.items() if fingerprint is not None}
 
 
 def _questions(pool: Pool, cache: Path) -> tuple[list[Problem], dict[str, dict[str, dict[Split, int]]]]:

@@ -1,21 +1,24 @@
 """What the stages work with: opened checkpoints, the evaluator of a model, the store of shared tensors."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import Assignment, parts_of
 from sandhi_core.checkpoint import Checkpoint, resolve
-from sandhi_core.errors import CheckpointError, StoreError
+from sandhi_core.errors import CheckpointError, MergeError, PreflightError, StoreError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.graph import Catalogue
 from sandhi_core.holdout import deployed_holdouts
-from sandhi_core.pool import ModelEntry, Pool
+from sandhi_core.pool import Base, ModelEntry, Pool
+from sandhi_core.preflight import check_base
 from sandhi_core.recipes import SharedTensors
-from sandhi_core.records import Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
+from sandhi_core.records import Contributor, Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
 from sandhi_core.rungs.allotment import Bid
+from sandhi_core.rungs.grams import Gram
 from sandhi_core.rungs.offers import ALL, Offers
 from sandhi_core.store import Store
 
@@ -32,6 +35,8 @@ class Bench:
         self.scans = artifacts.directory("scans")
         self.datasets = artifacts.directory("datasets")
         self._evaluated = evaluated
+        self._inputs: dict[str, Inputs] = {}
+        self._bases: dict[Base, tuple[Checkpoint, Fingerprint]] = {}
 
     def fingerprint(self, model: str) -> Fingerprint:
         return self.artifacts.load(Fingerprint, "checkpoint", model)
@@ -71,20 +76,53 @@ class Bench:
             lambda seconds: self._evaluated(entry.name, seconds),
         )
 
-    def shared_tensors(self) -> SharedTensors:
-        return SharedTensors(self.store, self.scans, lambda m: (self.checkpoint(m), self.fingerprint(m)))
+    def base(self, base: Base) -> tuple[Checkpoint, Fingerprint]:
+        """Open a base and fingerprint it. Raises PreflightError with all that is wrong with it."""
+        if base not in self._bases:
+            problems, fingerprint = check_base(base, self.scans)
+            if fingerprint is None:
+                raise PreflightError(problems)
+            self._bases[base] = Checkpoint.open(resolve(base), base.name), fingerprint
+        return self._bases[base]
 
-    def offers(self, pool: Pool, entry: ModelEntry, evaluator: Evaluator) -> Offers:
-        """What the plan of one model of a pool offers it."""
-        fingerprint, adapters = self.fingerprint(entry.name), pool.deploy.adapters
+    def opened(self, pool: Pool, name: str) -> tuple[Checkpoint, Fingerprint]:
+        """A model, or a base of the pool, by its name."""
+        base = next((base for base in pool.bases if base.name == name), None)
+        return (self.checkpoint(name), self.fingerprint(name)) if base is None else self.base(base)
+
+    def inputs(self, model: str, evaluator: Evaluator | None = None) -> Inputs:
+        """The moments of a model's inputs; where they must be collected, `evaluator` (or one of their own) answers."""
+        if model not in self._inputs:
+            used = evaluator or self.evaluator(*self.catalogue.entry(model))
+            self._inputs[model] = Inputs(self.artifacts.directory("inputs"), self.fingerprint(model), used)
+        return self._inputs[model]
+
+    def shared_tensors(self, pool: Pool) -> SharedTensors:
+        return SharedTensors(self.store, self.scans, partial(self.opened, pool), self._gram)
+
+    def _gram(self, contributor: Contributor) -> Gram:
+        inputs = self.inputs(contributor.model)
+        if inputs.key != contributor.inputs:
+            raise MergeError(
+                "the moments of its inputs are not those that were grouped by: its questions changed since",
+                model=contributor.model,
+                tensor=contributor.tensor,
+                remedy="build again, so that the groups stage sees the new questions",
+            )
+        inputs.ready()
+        return inputs.gram(contributor.tensor)
+
+    def offers(self, pool: Pool, entry: ModelEntry, evaluator: Evaluator | None = None) -> Offers:
+        """What the plan of one model of a pool offers it; `evaluator`: see inputs."""
+        adapters = pool.deploy.adapters
         largest = ALL if adapters is None else adapters.max_rank
         return Offers(
             self.artifacts.directory("spectra"),
-            fingerprint,
+            self.fingerprint(entry.name),
             self.checkpoint(entry.name),
-            Inputs(self.artifacts.directory("inputs"), fingerprint, evaluator),
+            self.inputs(entry.name, evaluator),
             self.store,
-            self.shared_tensors().digest,
+            self.shared_tensors(pool).digest,
             largest if pool.merging.residuals == "low_rank" else 0,
             pool.merging.affine == "rows",
             pool.search.errors == "answers",
@@ -104,7 +142,7 @@ class Bench:
         pool, entry = self.catalogue.entry(key)
         plan = self.artifacts.load(Plan, "plan", key)
         for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
-            self.shared_tensors().digest(merge.recipe)
+            self.shared_tensors(pool).digest(merge.recipe)
         offering = self.offers(pool, entry, self.evaluator(pool, entry))
         again = offering.assigned(
             offering.of(plan, lost), {n: Bid(a.rank, a.kind == "affine") for n, a in lost.items()}

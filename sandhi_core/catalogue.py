@@ -12,7 +12,7 @@ from sandhi_core.errors import PoolError, SandhiError
 from sandhi_core.evaluation.conditions import conditions
 from sandhi_core.evaluation.taskfiles import task_identity
 from sandhi_core.graph import Catalogue, Node, Schedule, own_inputs, schedule
-from sandhi_core.pool import ModelEntry, Pool, load_pool
+from sandhi_core.pool import Base, ModelEntry, Pool, load_pool
 
 
 def load_catalogue(files: Iterable[Path]) -> Catalogue:
@@ -42,7 +42,7 @@ def _group_of(entry: ModelEntry) -> str:
         return "unreadable"
 
 
-def checkpoint_identity(entry: ModelEntry) -> Any:
+def checkpoint_identity(entry: ModelEntry | Base) -> Any:
     """Names, sizes and times of a checkpoint's files: cheap, and different whenever a file was written."""
     try:
         return Checkpoint.open(resolve(entry), entry.name).identity()

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
 from sandhi_core.errors import CheckpointError, Problem
-from sandhi_core.pool import ModelEntry
+from sandhi_core.pool import Base, ModelEntry
 from sandhi_core.safetensors_file import tensor_over
 from sandhi_core.survey import survey
 from sandhi_core.survey_files import INDEX, FileIdentity, HeaderEntry, Survey
@@ -34,8 +34,8 @@ def digest_prefix(dtype: str, shape: Sequence[int]) -> bytes:
     return f"{dtype}:{','.join(map(str, shape))}\n".encode()
 
 
-def resolve(entry: ModelEntry) -> Path:
-    """The directory of a model: a local one, or a hub id's snapshot in the local cache (never the network).
+def resolve(entry: ModelEntry | Base) -> Path:
+    """The directory of a model or base: a local one, or a hub id's snapshot in the local cache (never the network).
 
     Raises CheckpointError where the cache has no such snapshot.
     """

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
+from sandhi_core.rungs.choice import AVERAGES
 from sandhi_core.rungs.ladder import MOST_SCORES
 
 # How often a stage reads the whole checkpoint of a model it is about.
@@ -45,9 +46,11 @@ class Excluded(Record):
 
 
 class Forecast(Record):
-    """Upper bounds. `evaluations` counts scorings of one model on one split."""
+    """Upper bounds. `evaluations` counts scorings of one model on one split, `decompositions` singular value
+    decompositions of one matrix."""
 
     evaluations: int
+    decompositions: int
     bytes_read: int
     bytes_written: int
     groups: tuple[CompatibleModels, ...]
@@ -67,20 +70,33 @@ def forecast(
     steps = {
         m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared} for m, f in fingerprints.items()
     }
-    evaluations = read = written = 0
+    places = {m: sum((s.key, s.layer) in shared for s in f.slots) for m, f in fingerprints.items()}
+    merging, ladder = pool.merging, pool.search.strategy == "ladder"
+    grouped = merging.compares and any(
+        stage == "groups" for stage, _ in stale
+    )  # which decomposes what ladders need, without scaled rows
+    evaluations = decompositions = read = written = 0
     for stage, key in stale:
         models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
         read += READS.get(stage, 0) * sum(fingerprints[m].nbytes for m in models)
         evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
-        if stage == "trajectory" and pool.search.strategy == "ladder":
-            written += sum(ladder_bytes(fingerprints[m]) for m in models)
+        if stage == "trajectory" and ladder:
+            written += 0 if grouped else sum(ladder_bytes(fingerprints[m], pool) for m in models)
+            decompositions += sum(places[m] for m in models) * ((not grouped) + (merging.affine == "rows"))
             evaluations += USE_PASSES * len(models) if pool.grouping.besides else 0
         if stage == "merged_weights":
             written += sum(fingerprints[m].nbytes for m in models)
         if stage == "groups":
             slots = [s for place in shared.values() for s in place if s.model in models]
             read += sum(s.nbytes for s in slots)
-            written += sum(place[0].nbytes for place in shared.values() if place[0].model in models)
+            sets = [place for place in shared.values() if place[0].model in models]
+            written += sum(place[0].nbytes * tensors_tried(len(place), pool) for place in sets)
+            if merging.weighs:
+                evaluations += INPUT_PASSES * len(models)
+                read += sum(fingerprints[m].nbytes for m in models)
+                written += sum(ladder_bytes(fingerprints[m], pool) for m in models)
+            if merging.compares:
+                decompositions += sum(len(place) * tensors_tried(len(place), pool) for place in sets)
             if pool.grouping.besides:
                 rest = [_beside(fingerprints[m]) for m in models]
                 read, written = read + sum(rest), written + max(rest, default=0)
@@ -88,6 +104,7 @@ def forecast(
     alone = {m: Counter(_reason(s, partners, len(fingerprints)) for s in f.slots) for m, f in fingerprints.items()}
     return Forecast(
         evaluations=evaluations,
+        decompositions=decompositions,
         bytes_read=read,
         bytes_written=written,
         groups=groups,
@@ -135,11 +152,20 @@ def _passes(pool: Pool) -> int:
     return INPUT_PASSES + (4 if pool.search.errors == "answers" else 0)
 
 
-def ladder_bytes(fingerprint: Fingerprint) -> int:
-    """What a model's ladder keeps beside the records, at most: decomposed differences, and moments of inputs in blocks
-    of 4096 columns."""
+def tensors_tried(members: int, pool: Pool) -> int:
+    """Shared tensors that a group of so many members makes, at most: one a method, and of averages one for every
+    contributor left out."""
+    methods = pool.merging.methods
+    averages = sum(method in AVERAGES for method in methods) if pool.merging.reform else 0
+    return len(methods) + averages * max(members - 2, 0)
+
+
+def ladder_bytes(fingerprint: Fingerprint, pool: Pool) -> int:
+    """What a model's ladder keeps beside the records, at most: decomposed differences (with scaled rows once more), and
+    moments of inputs in blocks of 4096 columns."""
     sources = (fingerprint.tensor(s.tensor).shape[1] for s in fingerprint.slots if s.projection not in ("k", "v", "up"))
-    return sum(s.nbytes for s in fingerprint.slots) + sum(4 * width * min(width, 4096) for width in sources)
+    spectra = (2 if pool.merging.affine == "rows" else 1) * sum(s.nbytes for s in fingerprint.slots)
+    return spectra + sum(4 * width * min(width, 4096) for width in sources)
 
 
 def _beside(fingerprint: Fingerprint) -> int:

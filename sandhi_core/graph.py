@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sandhi_core.errors import PoolError
-from sandhi_core.pool import ModelEntry, Pool
+from sandhi_core.pool import Base, ModelEntry, Pool
 from sandhi_core.records import digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION
 
@@ -128,7 +128,7 @@ def profile_inputs(pool: Pool, entry: ModelEntry) -> dict[str, Any]:
 def own_inputs(
     catalogue: Catalogue,
     node: Node,
-    identity: Callable[[Pool, ModelEntry], Any],
+    identity: Callable[[Pool, ModelEntry | Base], Any],
     scoring: Callable[[Pool, ModelEntry], Any],
 ) -> Any:
     """What a node depends on besides its upstreams, as plain JSON.
@@ -139,12 +139,16 @@ def own_inputs(
     stage, key = node
     scope = STAGES[stage].scope
     if scope == "group":
-        pool = catalogue.pools[key.partition(".")[0]]
+        pool, members = catalogue.pools[key.partition(".")[0]], catalogue.members(key)
+        weighing = {m.name: scoring(pool, m) for m in pool.models if m.name in members} if pool.merging.weighs else {}
         return {
-            "models": catalogue.members(key),
+            "models": members,
             "grouping": _grouping(pool),
             "merging": pool.merging.model_dump(mode="json"),
             "gate": pool.profile.gate,
+            # What decides the moments of inputs, and the files of bases, are in no record that groups are made from.
+            **({"weighing": [LADDER_VERSION, pool.search.errors, weighing]} if weighing else {}),
+            **({"bases": [identity(pool, base) for base in pool.bases]} if pool.bases else {}),
         }
     if scope == "pool":
         return _pool_inputs(catalogue.pools[key], stage, scoring)

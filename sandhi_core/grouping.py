@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from sandhi_core.besides import Besides
 from sandhi_core.grouping_form import Former, where
 from sandhi_core.grouping_join import continued
+from sandhi_core.grouping_methods import Measures
 from sandhi_core.grouping_order import Place, reference_order, wide_order
 from sandhi_core.pool import GroupingSettings, MergingSettings
 from sandhi_core.records import (
@@ -32,6 +33,7 @@ def make_groups(
     earlier: Groups | None,
     families: Mapping[str, str] | None = None,
     besides: Mapping[str, Besides] | None = None,
+    measures: Measures | None = None,
 ) -> Groups:
     """The groups of one compatibility group of a pool. `fingerprints` and `profiles`: by model, the same
     models.
@@ -39,14 +41,15 @@ def make_groups(
     With `on_new_model: join`, `earlier` groups are carried over as far as their slots still exist (see
     grouping_join), unless they were formed by another rule: then, and with `regroup`, all are formed from
     scratch. `gate`: the largest drop under noise of a component that counts as tolerant. `families`, `besides`: see
-    Former.
+    Former; `measures`: see Methods.
     """
     tolerant = {
         model: frozenset((s.component, s.layer) for s in profile.sensitivities if s.drop <= gate)
         for model, profile in profiles.items()
     }
-    former = Former(fingerprints, tolerant, grouping, merging, families or {}, besides or {})
-    if earlier is not None and grouping.on_new_model == "join" and _same_rule(earlier, grouping, gate):
+    former = Former(fingerprints, tolerant, grouping, merging, families or {}, besides or {}, measures)
+    rule = former.methods.rule
+    if earlier is not None and grouping.on_new_model == "join" and _same_rule(earlier, grouping, gate, rule):
         formed = continued(earlier, former, keep_removed=grouping.on_removed_model == "keep")
     else:
         formed = former.form(former.slots)
@@ -57,6 +60,7 @@ def make_groups(
         key=key,
         candidates=grouping.candidates,
         gate=gate,
+        rule=rule,
         models=tuple(sorted(fingerprints)),
         groups=tuple(sorted(formed.groups, key=lambda g: _search_order(g, middle))),
         excluded=tuple(
@@ -69,7 +73,8 @@ def make_groups(
 def make_plan(groups: Groups, fingerprint: Fingerprint, profile: Profile, pool: str) -> Plan:
     """One model's own steps: for every component that has a group, its recipes, in the order of the search.
 
-    With `wide` candidates it depends on the model's own profile and on the recipes of its groups alone.
+    With `wide` candidates it depends on the model's own profile and on the recipes of its groups alone. A slot whose
+    own bytes are what its group shares needs no step.
     """
     model, middle = fingerprint.model, (fingerprint.layers - 1) / 2
     if groups.candidates == "reference":
@@ -78,7 +83,7 @@ def make_plan(groups: Groups, fingerprint: Fingerprint, profile: Profile, pool: 
         own: dict[Place, list[tuple[Group, Slot]]] = defaultdict(list)
         for group in groups.groups:
             for slot in group.members:
-                if slot.model == model:
+                if slot.model == model and slot.digest != group.recipe.taken:
                     own[slot.component, slot.layer].append((group, slot))
         nbytes = {place: sum(slot.nbytes for _, slot in found) for place, found in own.items()}
         drops: dict[Place, float] = {(s.component, s.layer): s.drop for s in profile.sensitivities}
@@ -101,9 +106,9 @@ def _step(block: list[tuple[Group, Slot]]) -> PlannedStep:
     return PlannedStep(component=first.component, layer=first.layer, merges=merges)
 
 
-def _same_rule(earlier: Groups, grouping: GroupingSettings, gate: float) -> bool:
+def _same_rule(earlier: Groups, grouping: GroupingSettings, gate: float, rule: str) -> bool:
     """Whether groups are still sought by the rule that formed the earlier ones. No gate bars `wide` ones."""
-    if earlier.candidates != grouping.candidates:
+    if (earlier.candidates, earlier.rule) != (grouping.candidates, rule):
         return False
     return earlier.candidates == "wide" or earlier.gate == gate
 

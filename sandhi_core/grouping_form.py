@@ -7,14 +7,14 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from sandhi_core.architectures import ORDER
 from sandhi_core.besides import Besides
+from sandhi_core.grouping_methods import Measures, Methods
 from sandhi_core.grouping_order import Place
 from sandhi_core.kinship import STRANGERS
 from sandhi_core.pool import GroupingSettings, MergingSettings
-from sandhi_core.records import Contributor, Fingerprint, Group, Recipe, Slot, TensorInfo
+from sandhi_core.records import Fingerprint, Group, Slot, TensorInfo
 from sandhi_core.ward import Point, standardised, ward_groups
 
 Stage = Literal[1, 2]
@@ -23,6 +23,7 @@ Where = tuple[str, int, str]
 
 NO_PARTNER = "no other model has a matrix of this shape, dtype and meaning in this layer"
 NO_KIN = "the models with such a matrix in this layer were trained from other weights"
+NO_BASE = "no base has a matrix of this shape, dtype and meaning in this layer"
 OTHER_TOKENS = "its tokens have other numbers than those of the models with such embeddings"
 NOT_CLUSTERED = "clustered with no other model's matrix"
 DISTURBED = "noise in its component costs more than the gate"
@@ -45,7 +46,7 @@ class Former:
     """Forms groups of the slots of `fingerprints`. `tolerant`: model to the components whose noise drop is
     within the gate; only these take part in `reference` candidates. `families`: model to what `wide` ones keep apart;
     models that are not named are one family. `besides`: by model, what else may be shared than projections; embeddings
-    of other vocabularies are kept apart as families are."""
+    of other vocabularies are kept apart as families are. `measures`: see Methods."""
 
     def __init__(
         self,
@@ -55,13 +56,14 @@ class Former:
         merging: MergingSettings,
         families: Mapping[str, str],
         besides: Mapping[str, Besides],
+        measures: Measures | None = None,
     ) -> None:
         self.candidates = grouping.candidates
         beside = {m: besides.get(m, Besides()) for m in fingerprints}
         self.slots = [s for m, f in sorted(fingerprints.items()) for s in (*f.slots, *beside[m].slots)]
         self._tensors = {(m, t.name): t for m, f in fingerprints.items() for t in f.tensors}
         self._tolerant = tolerant
-        self._merging = merging
+        self.methods = Methods(merging, self._info, measures)
         self._families = families
         self._vocabularies = {model: found.vocabulary for model, found in beside.items()}
         self._kin = Counter((s.layer, s.key, families.get(s.model, STRANGERS)) for s in self.slots)
@@ -93,8 +95,10 @@ class Former:
         for stage, members in sets:
             if len({s.digest for s in members}) == 1:
                 reasons |= {where(s): DUPLICATE for s in members}
+            elif (choice := self.methods.chosen(members)) is None:
+                reasons |= {where(s): NO_BASE for s in members}
             else:
-                groups.append(Group(recipe=self.recipe(members), members=members, stage=stage))
+                groups.append(Group(recipe=choice.recipe, members=members, stage=stage, compared=dict(choice.compared)))
         grouped = {where(s) for g in groups for s in g.members}
         return Formed(tuple(groups), {w: reason for w, reason in reasons.items() if w not in grouped})
 
@@ -106,36 +110,6 @@ class Former:
 
     def eligible(self, slot: Slot) -> bool:
         return self.candidates == "wide" or (slot.component, slot.layer) in self._tolerant[slot.model]
-
-    def recipe(self, slots: Sequence[Slot]) -> Recipe:
-        """The recipe that `slots` (sorted by model and layer) contribute to."""
-        info = self._info(slots[0])
-        return Recipe(
-            projection=slots[0].projection,
-            shape=info.shape,
-            dtype=info.dtype,
-            **self._how(slots[0].projection),
-            contributors=tuple(
-                Contributor(model=s.model, layer=s.layer, tensor=s.tensor, digest=s.digest) for s in slots
-            ),
-        )
-
-    def repinned(self, recipe: Recipe, now: Mapping[Where, Slot]) -> Recipe:
-        """`recipe` with the contributors' present bytes (a contributor that is gone stays as it was
-        pinned)."""
-        pinned = []
-        for c in recipe.contributors:
-            slot = now.get((c.model, c.layer, recipe.projection))
-            update = {"tensor": slot.tensor, "digest": slot.digest} if slot is not None else {}
-            pinned.append(c.model_copy(update=update))
-        return recipe.model_copy(update={"contributors": tuple(pinned), **self._how(recipe.projection)})
-
-    def _how(self, projection: str) -> dict[str, Any]:
-        """Method and rescaling. What is no projection is averaged as it is: rows of embeddings are tokens, and norms
-        have no rows."""
-        if projection not in ORDER:
-            return {"method": "mean", "rescale": "none"}
-        return {"method": self._merging.methods[0], "rescale": self._merging.rescale}
 
     def _info(self, slot: Slot) -> TensorInfo:
         return self._tensors[slot.model, slot.tensor]

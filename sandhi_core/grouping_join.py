@@ -20,7 +20,7 @@ from sandhi_core.grouping_form import (
     in_order,
     where,
 )
-from sandhi_core.records import Group, Groups, Slot
+from sandhi_core.records import Group, Groups, Recipe, Slot
 
 NOT_JOINED = "no existing group fits, and the partners it has are in use; regroup to include it"
 LEFT_ALONE = "its partners are gone; regroup to include it"
@@ -55,18 +55,30 @@ def continued(earlier: Groups, former: Former, keep_removed: bool) -> Formed:
 def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_removed: bool) -> Group | None:
     """`group` with present bytes, without the slots that are gone or mean something else by now; None where
     nothing is left to share by a merge."""
-    key, projection = group.members[0].key, group.recipe.projection
-    sources = [(c.model, c.layer, projection) for c in group.recipe.contributors]
+    key = group.members[0].key
+    sources = _sources(group.recipe)
     places = {where(m) for m in group.members}.union(sources)
     alike = _related({at: now[at] for at in places if at in now and now[at].key == key}, former)
     members = tuple(alike[where(m)] for m in group.members if where(m) in alike)
     if len(members) < 2:
         return None
     gone = any(source not in alike for source in sources)
-    recipe = former.recipe(members) if gone and not keep_removed else former.repinned(group.recipe, alike)
-    if len({m.digest for m in members} | {c.digest for c in recipe.contributors}) == 1:
-        return None
-    return group.model_copy(update={"recipe": recipe, "members": members})
+    bytes_of = {m.digest for m in members}
+    if gone and not keep_removed:
+        choice = former.methods.chosen(members) if len(bytes_of) > 1 else None
+        update = None if choice is None else {"recipe": choice.recipe, "compared": dict(choice.compared)}
+    else:
+        recipe = former.methods.repinned(group.recipe, alike)
+        held = bytes_of if recipe.method == "base" else bytes_of | {c.digest for c in recipe.contributors}
+        update = {"recipe": recipe} if len(held) > 1 else None
+    return None if update is None else group.model_copy(update={**update, "members": members})
+
+
+def _sources(recipe: Recipe) -> list[Where]:
+    """The slots of the pool that a recipe was made from; of a base's the members that it was made for."""
+    if recipe.method == "base":
+        return [(model, recipe.contributors[0].layer, recipe.projection) for model in recipe.payers]
+    return [(c.model, c.layer, recipe.projection) for c in recipe.contributors]
 
 
 def _related(slots: dict[Where, Slot], former: Former) -> dict[Where, Slot]:

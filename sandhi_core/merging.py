@@ -1,13 +1,16 @@
 """Recipe -> tensor. Every model that accepts a recipe holds the same bytes, whoever else accepts it and when.
 
-The mean of the contributors' *original* weights, added up in fp32 in the recipe's order, divided once and
+`mean`: that of the contributors' *original* weights, added up in fp32 in the recipe's order, divided once and
 cast once: averaging step by step in bf16 loses most small differences. `rescale: common` then gives every
 row the mean of the contributors' row means and row standard deviations (SANDHI's row-wise affine
 correction, but one and the same for all members: an average of weights that do not correlate has too small
-a spread).
+a spread). `regmean`: the contributors weighted by their own inputs (rungs.grams). `member` and `base`: a tensor as
+it is.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from sandhi_core.errors import MergeError
 from sandhi_core.records import Contributor, Recipe
+from sandhi_core.rungs.grams import Gram, regmean
 from sandhi_core.scan import RowStatistics, row_statistics_of
 
 BLOCK_BYTES = 16 * 2**20
@@ -27,21 +31,31 @@ def merge(
     recipe: Recipe,
     tensors: Sequence[Tensor],
     rows: Sequence[RowStatistics] | None,
+    grams: Sequence[Gram] | None = None,
     *,
     block_bytes: int = BLOCK_BYTES,
 ) -> Tensor:
     """The recipe's tensor, of its shape (rows, columns; a vector is one row) and dtype.
 
     `tensors` and, for `rescale: common`, `rows` (float32 row means and population standard deviations) are
-    those of the contributors, in the recipe's order. The bytes depend on neither `block_bytes` nor the
-    number of threads: all arithmetic is element by element, and row statistics are taken row by row.
+    those of the contributors, in the recipe's order; so are, for `regmean`, `grams`, the second moments of their
+    inputs. The bytes depend on neither `block_bytes` nor the number of threads: a mean's arithmetic is element by
+    element, row statistics are taken row by row, and systems of equations are solved by one thread. A tensor that is
+    taken as it is comes back as the contributor's own, not as a copy.
 
     Raises MergeError where a contributor is not as recorded, or the result is not finite in the recipe's
     dtype.
     """
     if (rows is not None) != (recipe.rescale == "common"):
         raise ValueError("row statistics belong to `rescale: common`, and only to it")
+    if (grams is not None) != (recipe.method == "regmean"):
+        raise ValueError("moments of inputs belong to `regmean`, and only to it")
     _check(recipe, tensors)
+    if recipe.taken is not None:
+        return tensors[0]
+    if grams is not None:
+        with _one_thread():
+            return _finite(recipe, regmean(tensors, grams).to(DTYPES[recipe.dtype]))
     height, width = recipe.shape if len(recipe.shape) == 2 else (1, *recipe.shape)
     target = _common(rows) if rows is not None else None
     step = max(1, block_bytes // (4 * width))
@@ -52,10 +66,35 @@ def merge(
         mean = _mean([t[block] for t in tensors])
         if target is not None:
             mean = _rescaled(mean, RowStatistics(target.mean[block], target.std[block]))
-        merged[block] = mean.to(merged.dtype)
-        if not bool(torch.isfinite(merged[block]).all()):
-            _refuse(recipe.contributors[0], "the merged tensor is not finite", "leave these models' slot out")
+        merged[block] = _finite(recipe, mean.to(merged.dtype))
     return merged.reshape(recipe.shape)
+
+
+def _finite(recipe: Recipe, made: Tensor) -> Tensor:
+    if not bool(torch.isfinite(made).all()):
+        _refuse(recipe.contributors[0], "the merged tensor is not finite", "leave these models' slot out")
+    return made
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several split sums of products, each number of them otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def squared_distance(one: Tensor, other: Tensor, *, block_bytes: int = BLOCK_BYTES) -> float:
+    """Between two matrices of one shape, in float64, row by row: of the same bits for either order."""
+    step = max(1, block_bytes // (8 * one.shape[1]))
+    rows = [
+        (one[start : start + step].double() - other[start : start + step].double()).square().sum(1)
+        for start in range(0, len(one), step)
+    ]
+    return math.fsum(torch.cat(rows).tolist())
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """The pool file: which models are served together, on which tasks they are judged, within which budgets."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +21,7 @@ from sandhi_core.pool_file import read_document
 from sandhi_core.pool_mistakes import faults
 from sandhi_core.pool_problems import FieldError, Mistake, pool_error, shown
 from sandhi_core.pool_rules import broken_rules
+from sandhi_core.records import Method
 
 SPLITS_TOLERANCE = 1e-9
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
@@ -66,7 +68,6 @@ Size = Annotated[
 ]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Method = Literal["mean"]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's generators take
 
 
@@ -205,7 +206,16 @@ class HoldoutSettings(Section):
 
 
 class MergingSettings(Section):
-    methods: Annotated[tuple[Method, ...], Field(min_length=1, max_length=1, strict=False)] = ("mean",)
+    methods: Annotated[tuple[Method, ...], Field(min_length=1, strict=False)] = ("mean",)
+    """What tensor a group may share: the `mean` of its members' matrices; `regmean`, the matrix whose outputs are
+    nearest to theirs on their own prompts; a `member`'s own matrix; that of a `base` named below. Of several, each
+    group takes the one that costs its members least, of equals the first."""
+    bases: Annotated[tuple[ModelPath, ...], Field(strict=False)] = ()
+    """Checkpoints that models were trained from, themselves in no pool: directories (relative to the pool file) or hub
+    ids. Each group is offered the nearest that fits it."""
+    reform: bool = False
+    """Leave models out of an average that is better without them; they may still hold it. Needs `search: strategy:
+    ladder`."""
     rescale: Literal["none", "common"] = "none"
     residuals: Literal["none", "low_rank"] = "none"
     """`low_rank`: a model may add a correction of its own to a shared matrix, y = W x + B (A x). Needs `search:
@@ -214,6 +224,28 @@ class MergingSettings(Section):
     """`rows`: a model may scale and shift the outputs of a shared matrix, y = s * (W x) + t with a number of each for
     every row, instead of a residual or beside it. Needs `search: strategy: ladder` and `deploy: engine:
     transformers`."""
+
+    @field_validator("methods", "bases")
+    @classmethod
+    def _each_once(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if repeated := [one for at, one in enumerate(given) if one in given[:at]]:
+            raise FieldError(f"{shown(repeated[0])} is listed twice", "remove one of the two")
+        return given
+
+    @property
+    def plain(self) -> bool:
+        """Whether every group shares the mean of all its members."""
+        return self.methods == ("mean",) and not self.reform
+
+    @property
+    def compares(self) -> bool:
+        """Whether groups choose by evidence."""
+        return len(self.methods) > 1 or self.reform
+
+    @property
+    def weighs(self) -> bool:
+        """Whether groups are formed with the moments of the models' inputs."""
+        return self.compares or "regmean" in self.methods
 
 
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
@@ -232,6 +264,15 @@ class Adapters(Section):
         if isinstance(rank, bool):
             raise FieldError("must be a rank that vLLM takes", "choose one of 1, 8, 16, 32, 64, 128, 256, 320, 512")
         return rank
+
+
+@dataclass(frozen=True)
+class Base:
+    """One of a pool's bases, by the name that records and errors give it."""
+
+    name: str
+    path: str
+    revision: None = None
 
 
 class DeploySettings(Section):
@@ -259,6 +300,10 @@ class Pool(Section):
     merging: MergingSettings = MergingSettings()
     holdout: HoldoutSettings = HoldoutSettings()
     deploy: DeploySettings = DeploySettings()
+
+    @property
+    def bases(self) -> tuple[Base, ...]:
+        return tuple(Base(f"merging.bases[{at}]", path) for at, path in enumerate(self.merging.bases))
 
     def tolerance(self, model: ModelEntry) -> dict[str, float]:
         """Per task the drop up to which the search accepts a step: budgets scaled so that the model's largest

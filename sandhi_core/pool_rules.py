@@ -37,6 +37,7 @@ def broken_rules(data: dict[str, Any], line: Callable[[Loc], int]) -> Iterator[F
     yield from _tolerance(data.get("search"), [task for _, task in tasks])
     yield from _combined(data)
     yield from _applied(data)
+    yield from _methods(data)
 
 
 _SET = object()  # any value that is written
@@ -56,6 +57,7 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("search", "accept"), "reference", ("search", "strategy"), "walk", "walk"),
     (("search", "stride"), 1, ("search", "strategy"), "walk", "walk"),
     (("search", "early_rejection"), True, ("search", "strategy"), "walk", "walk"),
+    (("merging", "reform"), True, ("search", "strategy"), "walk", "ladder"),
 )
 """A value that needs another elsewhere: the field and its value, the other field, its default, what it must be."""
 
@@ -71,6 +73,35 @@ def _combined(data: dict[str, Any]) -> Iterator[Fault]:
                 f"{shows} needs {wanted}: {needed}, not {found}",
                 f"set {wanted}: {needed}, or leave {name} out",
             )
+
+
+def _methods(data: dict[str, Any]) -> Iterator[Fault]:
+    """What the methods of `merging` go with."""
+    merging: Any = data.get("merging")
+    if not isinstance(merging, dict):
+        return
+    methods, loc = merging.get("methods", ["mean"]), ("merging", "methods")
+    if not (isinstance(methods, list) and methods):
+        return
+    named = f"merging.methods: {', '.join(map(str, methods))}"
+    if "base" in methods and not merging.get("bases"):
+        yield Fault(loc, "merging.methods: base needs merging.bases", "name the checkpoints there, or leave base out")
+    if merging.get("bases") and "base" not in methods:
+        yield Fault(("merging", "bases"), f"merging.bases is of no use to {named}", "add base to merging.methods")
+    if methods == ["mean"]:
+        return
+    if merging.get("rescale") == "common":
+        yield Fault(
+            ("merging", "rescale"),
+            f"merging.rescale: common needs merging.methods: mean alone, not {named}",
+            "leave rescale out, or name mean alone",
+        )
+    if _at(data, ("grouping", "candidates"), "wide") == "reference":
+        message = f"grouping.candidates: reference needs merging.methods: mean alone, not {named}"
+        yield Fault(("grouping", "candidates"), message, "set grouping.candidates: wide, or name mean alone")
+    if merging.get("reform") is True and not {"mean", "regmean"} & set(map(str, methods)):
+        message = f"merging.reform leaves models out of averages, and {named} has none"
+        yield Fault(("merging", "reform"), message, "add mean or regmean, or leave reform out")
 
 
 def _said(value: object) -> str:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from sandhi_core.architecture import problems_of
 from sandhi_core.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import Problem, SandhiError
-from sandhi_core.pool import ModelEntry
+from sandhi_core.pool import Base, ModelEntry
 from sandhi_core.preflight_loading import check_model_class, check_tokenizer_class
 from sandhi_core.preflight_pool import check_pool
 from sandhi_core.records import DTYPE_BYTES, Fingerprint
@@ -19,7 +19,7 @@ from sandhi_core.survey import CONFIG, survey
 from sandhi_core.survey_files import Survey
 from sandhi_core.vocabulary import TOKENIZER, TOKENIZERS, token_ids
 
-__all__ = ["check_model", "check_pool"]
+__all__ = ["check_base", "check_model", "check_pool"]
 
 _QUANTISED = re.compile(
     r"(.*\.)?(SCB|qweight|qzeros|g_idx|scales|zeros|(nested_)?absmax|(nested_)?quant_map|weight_format"
@@ -42,17 +42,35 @@ def check_model(entry: ModelEntry, scans: Path | None, deep: bool = True) -> tup
     found = survey(directory, entry.name)
     if not directory.is_dir():
         return found.problems, None
-    readable = not found.problems
-    _check_quantised(found)
-    if not any(p.code == "quantised" for p in found.problems) and found.complete and found.config:
-        found.problems += problems_of(entry.name, found.config, found.headers)
-    fingerprint = None
-    if deep and readable and not any(p.code in _HOPELESS for p in found.problems):
-        fingerprint, more = _read(found, scans)
-        found.problems += more
+    fingerprint = _check_weights(found, scans, deep)
     _check_tokenizer(found)
     _check_loading(found)
     _mention_ignored(found)
+    return _judged(found, fingerprint)
+
+
+def check_base(base: Base, scans: Path | None) -> tuple[list[Problem], Fingerprint | None]:
+    """As `check_model`, of a checkpoint that nobody is to run: it needs no tokenizer, and no model is made of it."""
+    try:
+        found = survey(resolve(base), base.name)
+    except SandhiError as error:
+        return [error.problem], None
+    return _judged(found, _check_weights(found, scans, True) if found.directory.is_dir() else None)
+
+
+def _check_weights(found: Survey, scans: Path | None, deep: bool) -> Fingerprint | None:
+    readable = not found.problems
+    _check_quantised(found)
+    if not any(p.code == "quantised" for p in found.problems) and found.complete and found.config:
+        found.problems += problems_of(found.model, found.config, found.headers)
+    if not deep or not readable or any(p.code in _HOPELESS for p in found.problems):
+        return None
+    fingerprint, more = _read(found, scans)
+    found.problems += more
+    return fingerprint
+
+
+def _judged(found: Survey, fingerprint: Fingerprint | None) -> tuple[list[Problem], Fingerprint | None]:
     problems = list(dict.fromkeys(map(found.located, found.problems)))
     sound = all(p.severity != "error" for p in problems)
     return problems, fingerprint if sound else None

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from math import ceil
@@ -12,7 +13,7 @@ import torch
 
 from sandhi_core.checkpoint import resolve
 from sandhi_core.errors import Problem, SandhiError
-from sandhi_core.forecast import ladder_bytes
+from sandhi_core.forecast import ladder_bytes, tensors_tried
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.pool_rules import is_fraction
 from sandhi_core.records import Fingerprint, Split
@@ -29,10 +30,14 @@ _TOLERANCE = 1e-12  # of a budget that is exactly one question
 
 
 def check_pool(
-    pool: Pool, fingerprints: Mapping[str, Fingerprint], questions: Questions | None, root: Path
+    pool: Pool,
+    fingerprints: Mapping[str, Fingerprint],
+    questions: Questions | None,
+    root: Path,
+    bases: Mapping[str, Fingerprint] | None = None,
 ) -> list[Problem]:
-    """Problems between the models of a pool, and between it and the artifact root. `fingerprints` may lack
-    models that have problems of their own; `questions` may lack tasks that cannot be built."""
+    """Problems between the models of a pool, and between it and the artifact root. `fingerprints` and `bases` may lack
+    what has problems of its own; `questions` may lack tasks that cannot be built."""
     problems = [*_device(pool), *_task_folder(pool), *_device_memory(pool, fingerprints)]
     problems += [*_same_checkpoint(pool), *_partners(pool, fingerprints), *_tokenizers(pool, fingerprints)]
     for entry in pool.models:
@@ -42,7 +47,7 @@ def check_pool(
             if task.task in counted:
                 problems += _budget(pool, entry, task, counted[task.task])
                 problems += _certifiable(pool, entry, task, counted[task.task]["holdout"])
-    problems += _room(pool, fingerprints, root)
+    problems += [*_fitting(pool, fingerprints, bases or {}), *_room(pool, fingerprints, root)]
     return problems
 
 
@@ -128,6 +133,21 @@ def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[P
                 "serve it on its own, or add models of its shape, dtype and configuration",
                 "warning",
                 model,
+            )
+
+
+def _fitting(
+    pool: Pool, fingerprints: Mapping[str, Fingerprint], bases: Mapping[str, Fingerprint]
+) -> Iterator[Problem]:
+    """Bases that no two models could share a matrix of."""
+    met = Counter((s.layer, s.key) for f in fingerprints.values() for s in f.slots)
+    for name, base in bases.items():
+        if len(pool.models) == len(fingerprints) and all(met[s.layer, s.key] < 2 for s in base.slots):
+            yield _problem(
+                "base-fits-nothing",
+                "has no matrix of the shape, dtype and meaning that two models of the pool have in its layer",
+                "name the checkpoint that they were trained from, in their dtype; or leave it out",
+                model=name,
             )
 
 
@@ -237,9 +257,9 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
             file=str(existing),
         )
         return
-    least, most = _bytes_written(fingerprints, bool(pool.grouping.besides))
-    if pool.search.strategy == "ladder":
-        most += sum(map(ladder_bytes, fingerprints.values()))
+    least, most = _bytes_written(pool, fingerprints)
+    if pool.search.strategy == "ladder" or pool.merging.weighs:
+        most += sum(ladder_bytes(fingerprint, pool) for fingerprint in fingerprints.values())
     free = shutil.disk_usage(existing).free
     if free < most:
         yield _problem(
@@ -252,20 +272,21 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
         )
 
 
-def _bytes_written(fingerprints: Mapping[str, Fingerprint], besides: bool) -> tuple[int, int]:
-    """Bytes of an export and of the shared tensors tried for it: at least, and at most. `besides`: whether more than
-    projections may be shared, of which at most all tensors with one name and shape are."""
+def _bytes_written(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
+    """Bytes of an export and of the shared tensors tried for it: at least, and at most. Where more than projections may
+    be shared, at most all tensors with one name and shape are."""
     tensors = {t.digest: t.nbytes for f in fingerprints.values() for t in f.tensors}
     sets: dict[tuple[object, ...], list[tuple[str, int]]] = {}
+    rest: dict[tuple[object, ...], list[tuple[str, int]]] = {}
     for fingerprint in fingerprints.values():
         for slot in fingerprint.slots:
             sets.setdefault((slot.key, slot.layer), []).append((slot.digest, slot.nbytes))
         slots = {slot.tensor for slot in fingerprint.slots}
-        for tensor in fingerprint.tensors if besides else ():
+        for tensor in fingerprint.tensors if pool.grouping.besides else ():
             if tensor.name not in slots:
-                sets.setdefault((tensor.name, tensor.shape, tensor.dtype), []).append((tensor.digest, tensor.nbytes))
-    shareable = [members for members in sets.values() if len(members) > 1]
-    could_go = dict(member for members in shareable for member in members)
+                rest.setdefault((tensor.name, tensor.shape, tensor.dtype), []).append((tensor.digest, tensor.nbytes))
+    could_go = {digest for alike in (sets, rest) for m in alike.values() if len(m) > 1 for digest, _ in m}
     least = sum(n for digest, n in tensors.items() if digest not in could_go)
-    tried = sum(members[0][1] for members in shareable)
+    tried = sum(m[0][1] * tensors_tried(len(m), pool) for m in sets.values() if len(m) > 1)
+    tried += sum(m[0][1] for m in rest.values() if len(m) > 1)  # their mean
     return least, sum(f.nbytes for f in fingerprints.values()) + tried

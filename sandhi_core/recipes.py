@@ -10,22 +10,32 @@ from sandhi_core.errors import MergeError
 from sandhi_core.graph import STAGES
 from sandhi_core.merging import merge
 from sandhi_core.records import Contributor, Fingerprint, Recipe, digest_of
+from sandhi_core.rungs.grams import Gram
 from sandhi_core.scan import RowStatistics, row_statistics
 from sandhi_core.store import Store
 
 
 class SharedTensors:
-    """`opened(model)` gives a contributor's checkpoint and fingerprint; `scans` is where row statistics lie."""
+    """`opened(model)` gives a contributor's checkpoint and fingerprint, `gram(contributor)` the second moments of its
+    inputs; `scans` is where row statistics lie."""
 
-    def __init__(self, store: Store, scans: Path, opened: Callable[[str], tuple[Checkpoint, Fingerprint]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        scans: Path,
+        opened: Callable[[str], tuple[Checkpoint, Fingerprint]],
+        gram: Callable[[Contributor], Gram],
+    ) -> None:
         self._store = store
         self._scans = scans
         self._opened = opened
+        self._gram = gram
 
     def digest(self, recipe: Recipe) -> str:
         """The digest of the recipe's tensor, in the store under its first contributor's tensor name.
 
-        Raises MergeError where a contributor's bytes are not those the recipe was made for.
+        Raises MergeError where a contributor's bytes, or the moments that weigh them, are not those the recipe was
+        made for.
         """
         # A new version of the stage may give another tensor by the same recipe.
         key = digest_of([STAGES["trajectory"].version, recipe.digest])
@@ -38,7 +48,8 @@ class SharedTensors:
         if recipe.rescale == "common":
             pairs = zip(opened, recipe.contributors, strict=True)
             rows = [row_statistics(self._scans, fingerprint, c.tensor) for (_, fingerprint), c in pairs]
-        digest = self._store.put(recipe.contributors[0].tensor, merge(recipe, tensors, rows))
+        grams = [self._gram(c) for c in recipe.contributors] if recipe.method == "regmean" else None
+        digest = self._store.put(recipe.contributors[0].tensor, merge(recipe, tensors, rows, grams))
         self._store.remember_recipe(key, digest)
         return digest
 

@@ -7,7 +7,7 @@ Dagster shows and that decides what is stale.
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -51,6 +51,17 @@ class Record(Part):
     @classmethod
     def parse(cls, data: bytes) -> Self:
         return cls.model_validate_json(data)
+
+
+class Sparing(Part):
+    """A part that leaves the fields named in `unsaid` out of its canonical bytes while they are empty: what does not
+    need them has the digest that it had before they were thought of."""
+
+    unsaid: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _said(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialised(self).items() if value or name not in self.unsaid}
 
 
 # --- checkpoint ---------------------------------------------------------------------------------------------
@@ -160,24 +171,42 @@ class Profile(Record):
 # --- groups and plans ---------------------------------------------------------------------------------------
 
 
-class Contributor(Part):
-    """One original tensor that goes into a shared one, pinned by its bytes."""
+Method = Literal["mean", "regmean", "member", "base"]
+"""How a shared tensor comes about: the contributors' mean; the matrix whose outputs are nearest to theirs on their own
+inputs; a member's own matrix; that of a checkpoint which they were trained from."""
+
+
+class Contributor(Sparing):
+    """One original tensor that goes into a shared one, pinned by its bytes. `model` may be a base's name, such as
+    `merging.bases[0]`; `inputs` names the moments of inputs that weigh it, where the method weighs."""
+
+    unsaid = frozenset({"inputs"})
 
     model: str
     layer: int
     tensor: str
     digest: str
+    inputs: str = ""
 
 
-class Recipe(Record):
-    """Decides a shared tensor byte for byte: contributors in order, method, parameters."""
+class Recipe(Sparing, Record):
+    """Decides a shared tensor byte for byte: contributors in order, method, parameters. `payers`: the models that pay
+    for its one copy together, where these are not the contributors (a base is nobody's in the pool)."""
+
+    unsaid = frozenset({"payers"})
 
     projection: str
     shape: tuple[int, ...]
     dtype: str
-    method: Literal["mean"]
+    method: Method
     rescale: Literal["none", "common"]
-    contributors: tuple[Contributor, ...]  # sorted by (model, layer)
+    contributors: tuple[Contributor, ...]  # sorted by (model, layer); of `member` and `base` the one it is taken from
+    payers: tuple[str, ...] = ()  # sorted
+
+    @property
+    def taken(self) -> str | None:
+        """The digest of the tensor where it is somebody's own; None of one that is computed."""
+        return self.contributors[0].digest if self.method in ("member", "base") else None
 
     @property
     def nbytes(self) -> int:
@@ -213,12 +242,16 @@ class Adjustment(Record):
         return fields if self.kind == "affine" else {n: v for n, v in fields.items() if n not in ("scale", "shift")}
 
 
-class Group(Record):
-    """Slots proposed to share one tensor. Members need not be contributors (a model that joined later)."""
+class Group(Sparing, Record):
+    """Slots proposed to share one tensor. Members need not be contributors (a model that joined later, or was left
+    out). `compared`: where the method was chosen by evidence, what each of them would cost (rungs.choice)."""
+
+    unsaid = frozenset({"compared"})
 
     recipe: Recipe
     members: tuple[Slot, ...]  # sorted by (model, layer)
     stage: Literal[1, 2] = 1  # reference grouping: same layer first, across layers second
+    compared: dict[Method, float] = {}
 
 
 class Exclusion(Record):
@@ -230,14 +263,17 @@ class Exclusion(Record):
     reason: str
 
 
-class Groups(Record):
-    """All groups of one compatibility group of a pool. `groups` is in search order; `candidates` and `gate` say
-    by which rule they were formed."""
+class Groups(Sparing, Record):
+    """All groups of one compatibility group of a pool. `groups` is in search order; `candidates`, `gate` and `rule`
+    say by which rule they were formed (`rule`: a digest of what decides their methods, empty for the mean)."""
+
+    unsaid = frozenset({"rule"})
 
     pool: str
     key: str
     candidates: Literal["wide", "reference"] = "wide"
     gate: float = 0.0  # largest noise drop of a tolerant component
+    rule: str = ""
     models: tuple[str, ...]
     groups: tuple[Group, ...]
     excluded: tuple[Exclusion, ...]

@@ -5,16 +5,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
+from sandhi_core.architectures import ORDER
 from sandhi_core.besides import NO_VOCABULARY, STORED_TWICE, Besides, besides
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.graph import Catalogue, own_inputs
 from sandhi_core.grouping import make_groups, make_plan
 from sandhi_core.grouping_form import DUPLICATE, NO_KIN, NO_PARTNER, OTHER_TOKENS
+from sandhi_core.grouping_methods import Measures
 from sandhi_core.pool import GroupingSettings, MergingSettings, ModelEntry, Pool, TaskBudget
-from sandhi_core.records import Fingerprint, Group, Groups
+from sandhi_core.records import Fingerprint, Group, Groups, Recipe, Slot
+from sandhi_core.rungs.allotment import Candidate
+from sandhi_core.rungs.choice import Evidence
 from sandhi_core.scan import fingerprint
 from tests.models import (
     BUILDERS,
@@ -33,6 +38,7 @@ from tests.models import (
 from tests.synthetic import profile
 
 BOTH = ("norms", "embeddings")
+RESCALED = MergingSettings(rescale="common")
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 FIRST, SECOND = "input_layernorm.weight", "post_attention_layernorm.weight"
 Builder = Callable[..., Path]
@@ -65,6 +71,8 @@ class Models:
         earlier: Groups | None = None,
         families: Mapping[str, str] | None = None,
         kinds: tuple[str, ...] = BOTH,
+        merging: MergingSettings = RESCALED,
+        measures: Measures | None = None,
     ) -> Groups:
         return make_groups(
             "pool",
@@ -72,11 +80,12 @@ class Models:
             {n: self.fingerprint(n) for n in names},
             {n: profile(n, 2) for n in names},
             GroupingSettings(),
-            MergingSettings(rescale="common"),
+            merging,
             0.05,
             earlier,
             families,
             {n: self.besides(n, kinds) for n in names},
+            measures,
         )
 
 
@@ -177,6 +186,39 @@ def test_tables_of_one_vocabulary_are_grouped_and_averaged_as_they_are(models: M
             assert (group.recipe.method, group.recipe.rescale) == ("mean", "none")
     assert [len(table(found, p)) for p in (EMBEDDING, HEAD, NORM, FIRST)] == [1, 1, 1, 2]
     assert {g.recipe.rescale for g in table(found, "up")} == {"common"}
+
+
+@pytest.mark.parametrize("reform", [False, True])
+@pytest.mark.parametrize("named", [("member",), ("regmean",), ("base", "member"), ("regmean", "mean")])
+def test_they_are_averaged_as_they_are_and_not_measured_whatever_the_methods(
+    models: Models, named: tuple[str, ...], reform: bool
+) -> None:
+    for name in "abcd":
+        models.add(name)
+    merging = MergingSettings.model_validate({"methods": named, "reform": reform})
+
+    def distance(one: Slot, other: Slot) -> float:
+        assert one.projection in ORDER
+        return 1.0
+
+    def candidate(slot: Slot, recipe: Recipe) -> Candidate:
+        assert slot.projection in ORDER
+        cost = 9.0 if slot.model == "a" else 1e-3
+        return Candidate(np.array([cost]), recipe.shape, float(slot.nbytes), 0)
+
+    measures = Measures({"base": models.fingerprint("a")}, distance, lambda model: model, Evidence(candidate))
+    record = models.groups("abc", merging=merging, measures=measures)
+    projections, others = [], []
+    for group in record.groups:
+        (projections if group.recipe.projection in ORDER else others).append(group)
+    assert {g.recipe.method for g in projections} <= set(named) and len(others) == 2 * 2 + 3
+    for group in others:
+        assert (group.recipe.method, group.recipe.rescale, group.compared) == ("mean", "none", {})
+        assert [c.model for c in group.recipe.contributors] == list("abc")
+        assert not any(c.inputs for c in group.recipe.contributors)
+    again = models.groups("abcd", earlier=record, merging=merging, measures=measures)
+    assert [g.recipe for g in again.groups] == [g.recipe for g in record.groups]
+    assert all([m.model for m in g.members] == list("abcd") for g in again.groups)
 
 
 def test_padded_rows_are_rows_like_others(models: Models) -> None:

@@ -196,6 +196,52 @@ def test_a_new_stage_version_re_runs_the_stage(stage: str, world: World, monkeyp
     assert {(s, k) for s, k in ran if s == stage} == {(stage, k) for k in current.keys(STAGES[stage].scope)}
 
 
+BASES = {"merging": {"methods": ["base", "mean"], "bases": ["/models/base"]}}
+
+
+@pytest.fixture
+def based() -> tuple[World, Pool, Files]:
+    """A world with a pool that compares methods, one of them a base's."""
+    built, pool = World(), make_pool("p", ["a", "b", "x"], **BASES)
+    files = {**FILES, "merging.bases[0]": "base"}
+    built.build(catalogue(pool), files)
+    return built, pool, files
+
+
+def test_a_base_that_changed_forms_the_groups_anew(based: tuple[World, Pool, Files]) -> None:
+    built, pool, files = based
+    assert built.build(catalogue(pool), files) == set()
+    ran = built.build(catalogue(pool), {**files, "merging.bases[0]": "other"})
+    assert {k for s, k in ran if s == "groups"} == {"p.h8", "p.h16"}
+    assert not stages(ran) & {"checkpoint", "profile"}
+
+
+def test_what_weighs_inputs_is_seen_by_the_groups_and_by_no_others(based: tuple[World, Pool, Files]) -> None:
+    """A task may change without any score of the profile: then the groups are all that tells."""
+    built, pool, files = based
+    catalogued = catalogue(pool)
+
+    def own(pool: Pool, asked: str, node: Node) -> Any:
+        return own_inputs(catalogue(pool), node, lambda _, e: files[e.name], lambda _, e: [asked, e.name])
+
+    assert own(pool, "", ("groups", "p.h8")) != own(pool, "more", ("groups", "p.h8"))
+    plain = make_pool("p", ["a", "b", "x"])
+    assert own(plain, "", ("groups", "p.h8")) == own(plain, "more", ("groups", "p.h8"))
+    for merging in ({"methods": ["regmean"]}, {"methods": ["mean"], "reform": True}):
+        weighed = make_pool("p", ["a", "b", "x"], merging=merging)
+        assert own(weighed, "", ("groups", "p.h8")) != own(weighed, "more", ("groups", "p.h8"))
+    assert "x" not in str(own(pool, "", ("groups", "p.h8"))["weighing"])
+    assert built.build(catalogued, files) == set()
+
+
+@pytest.mark.parametrize("merging", [{"methods": ["mean"]}, {"methods": ["base"]}, {"methods": ["mean", "base"]}])
+def test_other_methods_are_noticed(merging: dict[str, Any], based: tuple[World, Pool, Files]) -> None:
+    built, _, files = based
+    bases = {"bases": ["/models/base"]} if "base" in merging["methods"] else {}
+    ran = built.build(catalogue(make_pool("p", ["a", "b", "x"], merging={**merging, **bases})), files)
+    assert {s for s, k in ran if k.startswith("p.")} >= {"groups"} and not stages(ran) & {"checkpoint", "profile"}
+
+
 edits: st.SearchStrategy[Callable[[set[str], Files], None]] = st.one_of(
     st.sampled_from(sorted(GROUPS)).map(lambda m: lambda models, files: models.add(m)),
     st.sampled_from(sorted(GROUPS)).map(lambda m: lambda models, files: models.discard(m)),

@@ -8,18 +8,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sandhi_core.errors import MergeError
-from sandhi_core.merging import DTYPES, merge
+from sandhi_core.merging import DTYPES, merge, squared_distance
 from sandhi_core.records import Contributor, Recipe
+from sandhi_core.rungs.grams import Gram, GramSum, regmean
 from sandhi_core.scan import RowStatistics, row_statistics_of
 
 
-def recipe(tensors: Sequence[Tensor], rescale: str = "none", dtype: str = "BF16") -> Recipe:
+def recipe(tensors: Sequence[Tensor], rescale: str = "none", dtype: str = "BF16", method: str = "mean") -> Recipe:
     return Recipe.model_validate(
         {
             "projection": "up",
             "shape": tuple(tensors[0].shape),
             "dtype": dtype,
-            "method": "mean",
+            "method": method,
             "rescale": rescale,
             "contributors": [
                 Contributor(model=f"m{i}", layer=0, tensor="up.weight", digest=str(i)) for i, _ in enumerate(tensors)
@@ -170,3 +171,85 @@ def test_a_mean_that_only_the_cast_makes_infinite_is_refused() -> None:
     wide = [RowStatistics(torch.zeros(2), torch.full((2,), 60_000.0)) for _ in tensors]
     with pytest.raises(MergeError, match="not finite"):
         merge(recipe(tensors, "common", "F16"), tensors, wide)
+
+
+# --- other methods ------------------------------------------------------------------------------------------
+
+
+def grams(count: int, width: int = 50, block: int = 4096) -> list[Gram]:
+    sums = [GramSum(width, block) for _ in range(count)]
+    for n, found in enumerate(sums):
+        found.add(torch.randn(200, width, generator=torch.Generator().manual_seed(n)) * (n + 1.0))
+    return [found.mean() for found in sums]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("block", [4096, 16])
+def test_regmean_is_computed_in_float64_and_cast_once(dtype: str, block: int) -> None:
+    tensors, moments = random(3, dtype=dtype), grams(3, block=block)
+    found = merge(recipe(tensors, dtype=dtype, method="regmean"), tensors, None, moments)
+    torch.testing.assert_close(found, regmean(tensors, moments).to(DTYPES[dtype]), rtol=1e-6, atol=1e-9)
+    same = merge(recipe(tensors, dtype=dtype, method="regmean"), tensors, None, [moments[0]] * 3)
+    torch.testing.assert_close(same, merge(recipe(tensors, dtype=dtype), tensors, None), rtol=1e-2, atol=1e-3)
+    assert raw(found) != raw(same)
+
+
+@pytest.mark.parametrize("shape", [(500, 300), (64, 700)])
+def test_bytes_of_regmean_do_not_depend_on_the_number_of_threads(shape: tuple[int, int]) -> None:
+    tensors, moments = random(3, shape, "F32"), grams(3, shape[1])
+    before, found = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.add(raw(merge(recipe(tensors, dtype="F32", method="regmean"), tensors, None, moments)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+@given(st.permutations(range(4)))
+def test_order_is_the_recipes_for_regmean_too(order: list[int]) -> None:
+    tensors, moments = random(4, (6, 8)), grams(4, 8)
+    made = recipe(tensors, method="regmean")
+    again = sorted(((made.contributors[i], tensors[i], moments[i]) for i in order), key=lambda found: found[0].model)
+    expected = merge(made, tensors, None, moments)
+    assert raw(merge(made, [t for _, t, _ in again], None, [g for _, _, g in again])) == raw(expected)
+
+
+@pytest.mark.parametrize("method", ["member", "base"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_what_is_taken_as_it_is_keeps_its_bytes(method: str, dtype: str) -> None:
+    (own,) = random(1, dtype=dtype)
+    own[0, 0] = -0.0
+    made = recipe([own], dtype=dtype, method=method)
+    assert raw(merge(made, [own], None)) == raw(own)
+    assert made.taken == made.contributors[0].digest and recipe([own]).taken is None
+
+
+def test_moments_go_with_regmean_only() -> None:
+    tensors = random(2)
+    for made, given_moments in ((recipe(tensors, method="regmean"), None), (recipe(tensors), grams(2))):
+        with pytest.raises(ValueError, match="regmean"):
+            merge(made, tensors, None, given_moments)
+
+
+@pytest.mark.parametrize("method", ["regmean", "member", "base"])
+def test_no_method_takes_what_is_not_as_recorded_or_not_finite(method: str) -> None:
+    other, moments = torch.zeros(37, 51, dtype=torch.bfloat16), grams(1) if method == "regmean" else None
+    with pytest.raises(MergeError, match="was formed for"):
+        merge(recipe(random(1), method=method), [other], None, moments)
+    if moments is not None:
+        tensors = random(1)
+        tensors[0][3, 3] = float("inf")
+        with pytest.raises(MergeError, match="not finite"):
+            merge(recipe(tensors, method=method), tensors, None, moments)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 500))
+def test_distances_are_symmetric_to_the_last_bit_whatever_the_blocks(height: int, width: int, block: int) -> None:
+    one, other = random(2, (height, width))
+    found = squared_distance(one, other)
+    assert found == squared_distance(other, one) == squared_distance(one, other, block_bytes=block)
+    assert found == pytest.approx(float((one.double() - other.double()).square().sum())) and found > 0
+    assert squared_distance(one, one) == 0.0

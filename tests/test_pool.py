@@ -177,8 +177,14 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, edit: tuple[str, str],
         ("evaluation: {include_path: ~no-such-user/x}", "evaluation.include_path is no usable path"),
         ("profile: {seeds: []}", "profile.seeds must list at least one"),
         ("profile: {seeds: [1, 1]}", "profile.seeds a seed is listed twice"),
-        ("merging: {methods: [mean, mean]}", "merging.methods lists too many (leave at most 1)"),
-        ("merging: {methods: [regmean]}", "merging.methods[0] must be 'mean'"),
+        ("merging: {methods: [mean, mean]}", "merging.methods 'mean' is listed twice"),
+        ("merging: {methods: []}", "merging.methods must list at least one"),
+        ("merging: {methods: [ties]}", "merging.methods[0] must be 'mean', 'regmean', 'member' or 'base'"),
+        ("merging: {methods: [base]}", "merging.methods: base needs merging.bases"),
+        ("merging: {bases: [b]}", "merging.bases is of no use to merging.methods: mean (add base to merging.methods)"),
+        ("merging: {methods: [base], bases: [b, b]}", "merging.bases 'b' is listed twice"),
+        ("merging: {methods: [mean, member], rescale: common}", "rescale: common needs merging.methods: mean alone"),
+        ("merging: {reform: true}", "merging.reform: true needs search.strategy: ladder, not walk"),
         ("evaluation: {cache_memory: 0MiB}", "evaluation.cache_memory must be more than nothing"),
         ("evaluation: {cache_memory: big}", "evaluation.cache_memory must be a size in MiB, GiB, MB or GB"),
         ("deploy: {device_memory: 0GiB}", "deploy.device_memory must be more than nothing"),
@@ -294,6 +300,14 @@ def entry(**budgets: float) -> ModelEntry:
             "search: {strategy: ladder, early_rejection: true}\n",
             "search.early_rejection: true needs search.strategy: walk, not ladder",
         ),
+        (
+            "search: {strategy: ladder}\nmerging: {methods: [member], reform: true}\n",
+            "merging.reform leaves models out of averages, and merging.methods: member has none",
+        ),
+        (
+            "grouping: {candidates: reference}\nmerging: {methods: [regmean]}\n",
+            "grouping.candidates: reference needs merging.methods: mean alone, not merging.methods: regmean",
+        ),
         ("profile: {noise: false}\n", "profile.noise: false needs search.strategy: ladder, not walk"),
         (
             "grouping: {besides: [norms, embeddings]}\n",
@@ -332,6 +346,18 @@ def test_adapters_are_an_engine_of_residuals(tmp_path: Path) -> None:
     text = MINIMAL + "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {adapters: {}}\n"
     adapters = load_pool(write(tmp_path, text)).deploy.adapters
     assert adapters is not None and adapters.max_rank == 64
+
+
+def test_bases_are_paths_as_those_of_models_are(tmp_path: Path) -> None:
+    text = MINIMAL + "merging: {methods: [mean, base], bases: [base, org/other]}\n"
+    pool = load_pool(write(tmp_path, text))
+    assert [(b.name, b.path) for b in pool.bases] == [
+        ("merging.bases[0]", "base"),
+        ("merging.bases[1]", "org/other"),
+    ]
+    (tmp_path / "base").mkdir()
+    assert load_pool(write(tmp_path, text)).bases[0].path == str(tmp_path / "base")
+    assert pool.merging.compares and pool.merging.weighs and not pool.merging.plain
 
 
 def test_tolerance_is_by_default_the_budgets(tmp_path: Path) -> None:

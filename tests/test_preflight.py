@@ -8,8 +8,8 @@ import torch
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import Problem
-from sandhi_core.pool import DeploySettings, EvaluationSettings, HoldoutSettings, ModelEntry, Pool, TaskBudget
-from sandhi_core.preflight import check_model, check_pool
+from sandhi_core.pool import Base, DeploySettings, EvaluationSettings, HoldoutSettings, ModelEntry, Pool, TaskBudget
+from sandhi_core.preflight import check_base, check_model, check_pool
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.scan import fingerprint
 from sandhi_core.statistics import certifiable_budget
@@ -397,3 +397,39 @@ def test_shards_do_not_matter(tmp_path: Path) -> None:
     directory = shard(tiny_llama(tmp_path / "m"), 4)
     assert check_model(entry("m", directory), tmp_path / "scans")[0] == []
     assert not (directory / WEIGHTS).exists()
+
+
+# --- bases --------------------------------------------------------------------------------------------------
+
+BASE = "merging.bases[0]"
+
+
+def test_a_base_needs_no_tokenizer_but_sound_weights(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "base", tokenizer=False)
+    problems, found = check_base(Base(BASE, str(directory)), tmp_path / "scans")
+    assert problems == [] and found == fingerprint(Checkpoint.open(directory, BASE), tmp_path / "scans")
+    edit_tensors(directory, lambda t: t["model.norm.weight"].fill_(float("nan")))
+    problems, found = check_base(Base(BASE, str(directory)), tmp_path / "scans")
+    assert found is None and [(p.code, p.model, p.tensor) for p in problems] == [
+        ("not-finite", BASE, "model.norm.weight")
+    ]
+    for path, code in ((str(tmp_path / "none"), "directory-missing"), ("org/none", "hub-not-cached")):
+        problems, found = check_base(Base(BASE, path), None)
+        assert found is None and [(p.code, p.model) for p in problems] == [(code, BASE)]
+
+
+def test_a_base_must_fit_some_group(tmp_path: Path) -> None:
+    pool, found = pool_of(tmp_path, twins(tmp_path))
+    directories = {
+        "fits": tiny_llama(tmp_path / "fits", 7),
+        "deeper": tiny_llama(tmp_path / "deeper", num_hidden_layers=3),
+        "wide": tiny_llama(tmp_path / "wide", hidden_size=64),
+        "single": tiny_llama(tmp_path / "single", dtype=torch.float32),
+    }
+    bases = {n: fingerprint(Checkpoint.open(d, n), tmp_path / "scans") for n, d in directories.items()}
+    problems = check_pool(pool, found, None, tmp_path, bases)
+    assert [(p.severity, p.code, p.model) for p in problems] == [
+        ("error", "base-fits-nothing", "wide"),
+        ("error", "base-fits-nothing", "single"),
+    ]
+    assert check_pool(pool, {"a": found["a"]}, None, tmp_path, bases) == []  # of others it is not known

@@ -112,3 +112,15 @@ def test_freed_is_the_difference_to_the_distinct_tensors(
     distinct += sum(size[name] for name, _ in one_copy)
     assert found.checkpoint_bytes == total
     assert found.freed == total - distinct >= found.duplicates >= 0
+
+
+def test_a_members_own_tensor_is_the_copy_and_a_bases_is_a_new_one() -> None:
+    fingerprints = {m: model(m, matrix("up", m)) for m in "abc"}
+    owned = assign(b={"up": "a"}, c={"up": "a"})
+    found = savings(owned, fingerprints)
+    assert (found.duplicates, found.freed) == (0, 2 * 4096)
+    (held,) = holdings(owned, fingerprints)
+    assert (held.merged, held.owners) == (("b", "c"), ("a",))
+    nobodys = savings(assign(**{m: {"up": "base"} for m in "abc"}), fingerprints)
+    assert (nobodys.duplicates, nobodys.freed) == (0, 2 * 4096)
+    assert savings(assign(b={"up": "base"}, c={"up": "base"}), fingerprints).freed == 4096

@@ -168,6 +168,10 @@ class Evaluator:
         self._loaded().hold({}, _nothing)
         return self._loaded()
 
+    def release(self) -> None:
+        """Let go of the model in memory; what needs it next loads it again."""
+        self.resident = None
+
     def _loaded(self) -> Resident:
         if self.resident is None:
             self.resident = Resident(self._directory, self._entry.name, self._settings)

@@ -68,8 +68,20 @@ class Inputs:
             self._last[affine] = source, weighting(self.gram(tensor), affine)
         return self._last[affine][1]
 
+    def ready(self, importance: bool = False) -> None:
+        """Collect now what is missing, and let go of the model: where several models' are needed at once, each is in
+        memory by itself. Raises as `gram` does, and with `importance` as that does."""
+        if self._missing():
+            self._collect()
+        if importance:
+            self.importance.ready()
+        self._evaluator.release()
+
+    def _missing(self) -> list[Slot]:
+        return [s for s in self._slots if read_by(s, self._slots) == s.tensor and self._kept(s.tensor) is None]
+
     def _collect(self) -> None:
-        missing = [s for s in self._slots if read_by(s, self._slots) == s.tensor and self._kept(s.tensor) is None]
+        missing = self._missing()
         held = self._evaluator.originals()
         for source, gram in input_grams(held, self._evaluator.suite, "profile", missing):
             blocks = {f"{number:04d}": block for number, block in enumerate(gram.blocks)}
@@ -105,7 +117,8 @@ def input_grams(
                 raise EvaluationError(
                     "no question reaches this projection",
                     tensor=name,
-                    remedy="set merging.residuals: none for this pool, or give the model questions that use it",
+                    remedy="set merging.residuals: none and merging.methods: [mean], or give the model questions that "
+                    "use it",
                 )
             yield name, sums.pop(name).mean()
     held.scorer.forget()

@@ -83,7 +83,8 @@ def _soundness(document: Mapping[str, Any]) -> str:
 
 def _cost(console: Console, plan: Mapping[str, Any]) -> None:
     console.print(
-        f"At most {plan['evaluations']:,} evaluations, {size(plan['bytes_read'])} read and "
+        f"At most {plan['evaluations']:,} evaluations, {plan['decompositions']:,} matrices decomposed, "
+        f"{size(plan['bytes_read'])} read and "
         f"{size(plan['bytes_written'])} written."
     )
     groups = [

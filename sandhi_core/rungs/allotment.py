@@ -51,17 +51,21 @@ class Candidate:
     affine: npt.NDArray[np.float64] | None = None
 
 
+def bid(candidate: Candidate, price: float, own: bool = True) -> tuple[float, Bid | None]:
+    """What a slot costs at least at `price`, an error for each MiB, and what it adds at that cost; None where it keeps
+    its own matrix, which it never does without `own`."""
+    kinds = (False, True) if candidate.affine is not None else (False,)
+    cost, added = min((_cheapest(candidate, affine, price) for affine in kinds), key=lambda found: found[0])
+    private = price * candidate.spared / 2**20
+    return (cost, added) if cost < private or not own else (private, None)
+
+
 def by_price(candidates: Mapping[str, Candidate], price: float, own: bool = True) -> Ranks:
     """The cheapest for every slot at `price`, an error for each MiB. As the price rises, what is added takes fewer
     bytes and slots share, though a slot may give up its vectors for one more direction. Without `own` no slot may keep
     its own matrix, whatever that costs."""
-    ranks = {}
-    for name, candidate in candidates.items():
-        kinds = (False, True) if candidate.affine is not None else (False,)
-        cost, bid = min((_cheapest(candidate, affine, price) for affine in kinds), key=lambda found: found[0])
-        if not own or cost < price * candidate.spared / 2**20:
-            ranks[name] = bid
-    return ranks
+    bids = {name: bid(candidate, price, own)[1] for name, candidate in candidates.items()}
+    return {name: added for name, added in bids.items() if added is not None}
 
 
 def nbytes(shape: Sequence[int], rank: int, affine: bool = False) -> int:

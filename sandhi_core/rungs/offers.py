@@ -6,17 +6,19 @@ it; a rung of the ladder then only reads as many directions as it takes.
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from sandhi_core.architectures import ARCHITECTURES
 from sandhi_core.assignment import Assignment, factor_names, vector_names
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
-from sandhi_core.records import Adjustment, Contributor, Fingerprint, Plan, PlannedMerge, Recipe, digest_of
-from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks
+from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
+from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, nbytes
 from sandhi_core.rungs.plain import plain_squares
 from sandhi_core.rungs.residual import Residual, cut, spectrum
 from sandhi_core.side_files import keep, kept
@@ -78,7 +80,7 @@ class Offers:
         names = [name for name in self._fingerprint.in_order if name in merges]
         offers, begun, last = {}, time.monotonic(), time.monotonic()
         for done, name in enumerate(names, 1):
-            offers[name] = self._offer(merges[name])
+            offers[name] = self.offer(name, merges[name].recipe)
             if time.monotonic() - last > TOLD_EVERY:
                 last = time.monotonic()
                 left = (last - begun) / done * (len(names) - done)
@@ -109,19 +111,53 @@ class Offers:
             shift=shift,
         )
 
-    def _offer(self, merge: PlannedMerge) -> Offer:
-        name, shared = merge.tensor, self._shared(merge.recipe)
-        shape, spared = self._fingerprint.tensor(name).shape, _spared(merge, self._fingerprint.model)
-        counts = self._inputs.importance.of(name) if self._answers else 1.0
+    def offer(self, name: str, recipe: Recipe) -> Offer:
+        """A recipe's tensor in place of the one with this name. Raises what making it or collecting the inputs
+        raises."""
+        shared = self._shared(recipe)
         if name not in self._projections:
             file, found = self._kept(name, shared, lambda own, with_it: {"squares": self._plain(name, own, with_it)})
-            return Offer(shared, Candidate(counts * found["squares"].numpy(), (*shape, 1)[:2], spared, limit=0), file)
+            shape, spared = (*recipe.shape, 1)[:2], self._spared(name, recipe)
+            return Offer(shared, Candidate(self._counted(name, found["squares"]), shape, spared, limit=0), file)
         file, found = self._spectrum(name, shared, affine=False)
-        squares, limit = counts * found["squares"].numpy(), min(self._largest, len(found["down"]))
+        candidate = self._candidate(name, recipe, found["squares"])
         if not self._affine:
-            return Offer(shared, Candidate(squares, shape, spared, limit), file)
+            return Offer(shared, candidate, file)
         scaled, found = self._spectrum(name, shared, affine=True)
-        return Offer(shared, Candidate(squares, shape, spared, limit, counts * found["squares"].numpy()), file, scaled)
+        return Offer(shared, replace(candidate, affine=self._counted(name, found["squares"])), file, scaled)
+
+    def candidate(self, name: str, recipe: Recipe) -> Candidate:
+        """What `offer` would have a projection bid but for scale and shift, which are not asked for: after `shorten`
+        too."""
+        shared = self._shared(recipe)
+        found = kept(_short(self._file(name, shared)))
+        if found is None:
+            _, found = self._spectrum(name, shared, affine=False)
+        return self._candidate(name, recipe, found["squares"])
+
+    def shorten(self, name: str, recipe: Recipe) -> None:
+        """Keep of a spectrum that is not to be used only what bids need: it takes as much as the slot itself."""
+        file = self._file(name, self._shared(recipe))
+        if found := kept(file):
+            keep(_short(file), {"squares": found["squares"]})
+            file.unlink()
+
+    def _candidate(self, name: str, recipe: Recipe, squares: Tensor) -> Candidate:
+        own = self._fingerprint.tensor(name)
+        limit = min(self._largest, len(squares), own.nbytes // nbytes(own.shape, 1))  # directions that are kept
+        return Candidate(self._counted(name, squares), own.shape, self._spared(name, recipe), limit)
+
+    def _counted(self, name: str, squares: Tensor) -> npt.NDArray[np.float64]:
+        counts = self._inputs.importance.of(name) if self._answers else 1.0
+        counted: npt.NDArray[np.float64] = counts * squares.numpy()
+        return counted
+
+    def _spared(self, name: str, recipe: Recipe) -> float:
+        """Bytes: of n tensors one is kept, which each of those who pay for it pays in part (so that the owner of a
+        tensor that is taken as it is spares nothing); a model that only joins a tensor spares all of its own."""
+        size, model = self._fingerprint.tensor(name).nbytes, self._fingerprint.model
+        payers = set(recipe.payers) or {c.model for c in recipe.contributors}
+        return size * ((len(payers) - 1) / len(payers) if model in payers else 1.0)
 
     def _spectrum(self, name: str, shared: str, affine: bool) -> tuple[Path, dict[str, Tensor]]:
         limit = self._fingerprint.tensor(name).nbytes  # bytes of directions that may be worth keeping
@@ -140,25 +176,21 @@ class Offers:
         self, name: str, shared: str, compared: Callable[[Tensor, Tensor], dict[str, Tensor]], *how: str
     ) -> tuple[Path, dict[str, Tensor]]:
         """What is kept of the difference of a tensor from a shared one, made where it is not there."""
-        own = self._fingerprint.tensor(name)
-        file = (
-            self._folder
-            / f"{digest_of([LADDER_VERSION, own.digest, shared, self._inputs.key, name, *how])}.safetensors"
-        )
+        file = self._file(name, shared, *how)
         found = kept(file)
         if found is None:
             found = compared(self._checkpoint.tensor(name), self._store.tensor(shared))
             keep(file, found)
         return file, found
 
+    def _file(self, name: str, shared: str, *how: str) -> Path:
+        own = self._fingerprint.tensor(name).digest
+        return self._folder / f"{digest_of([LADDER_VERSION, own, shared, self._inputs.key, name, *how])}.safetensors"
+
 
 TOLD_EVERY = 30.0
 """Seconds between two lines about how far it is."""
 
 
-def _spared(merge: PlannedMerge, model: str) -> float:
-    """Bytes: of n contributors' matrices one is kept, which each of them pays in part; a model that only joins a tensor
-    spares all of its own."""
-    contributors: tuple[Contributor, ...] = merge.recipe.contributors
-    count = len({c.model for c in contributors})
-    return merge.nbytes * ((count - 1) / count if any(c.model == model for c in contributors) else 1.0)
+def _short(file: Path) -> Path:
+    return file.with_suffix(".squares")

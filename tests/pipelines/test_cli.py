@@ -60,7 +60,14 @@ def test_check_reports_all_models_at_once(tiny_pool: PoolWriter, tmp_path: Path)
     assert not document["ok"]
     assert {p["model"] for p in document["problems"] if p["severity"] == "error"} == {"a", "b"}
     assert all(p["remedy"] and p["code"] for p in document["problems"])
-    assert set(document["plan"]) == {"evaluations", "bytes_read", "bytes_written", "groups", "excluded"}
+    assert set(document["plan"]) == {
+        "evaluations",
+        "decompositions",
+        "bytes_read",
+        "bytes_written",
+        "groups",
+        "excluded",
+    }
     status, out, err = sandhi("build", pool, "--root", tmp_path / "root", "--json")
     assert status == 1
     assert {p["model"] for p in json.loads(out)["problems"] if p["severity"] == "error"} == {"a", "b"}

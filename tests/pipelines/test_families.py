@@ -4,15 +4,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from assets import checkpoint, groups, plan
 from assets.stage import Job, StageAsset
 from resources.bench import Bench
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.errors import MergeError
 from sandhi_core.grouping_form import NO_KIN
 from sandhi_core.records import Groups, Plan
-from tests.models import fine_tune, tiny_llama
+from tests.models import edit_tensors, fine_tune, tiny_llama
 from tests.pipelines.conftest import PoolWriter
 from tests.synthetic import PROJECTIONS, profile
 
@@ -93,3 +95,25 @@ def test_strangers_part_when_their_kin_come(tuned_pool: PoolWriter, tmp_path: Pa
     assert sets(grouped(tuned_pool(["a", "b"]), root)) == {"a b": SLOTS}
     assert sets(grouped(tuned_pool(["a", "b", "c"]), root)) == {"a c": SLOTS}
     assert sets(grouped(tuned_pool(["a", "b", "c", "d"]), root)) == {"a c": SLOTS, "b d": SLOTS}
+
+
+def test_each_family_is_offered_its_own_base(tuned_pool: PoolWriter, tmp_path: Path) -> None:
+    bases = [str(tiny_llama(tmp_path / f"base {n}", seed=n)) for n in (1, 2)]
+    merging = {"methods": ["base"], "bases": bases}
+    bench = grouped(tuned_pool(["a", "b", "c", "d"], merging=merging), tmp_path / "root")
+    assert sources(bench, "a") == sources(bench, "c") == {"merging.bases[0]"}
+    assert sources(bench, "b") == sources(bench, "d") == {"merging.bases[1]"}
+
+
+def test_a_base_that_changed_after_the_groups_were_formed_is_refused(tuned_pool: PoolWriter, tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "base", seed=1)
+    pool = tuned_pool(["a", "c"], merging={"methods": ["base"], "bases": [str(base)]})
+    bench = grouped(pool, tmp_path / "root")
+    recipes = [m.recipe for s in bench.artifacts.load(Plan, "plan", "tiny.a").steps for m in s.merges]
+    shared = bench.shared_tensors(bench.catalogue.pools["tiny"])
+    assert [shared.digest(recipe) for recipe in recipes] == [r.contributors[0].digest for r in recipes]
+    edit_tensors(base, lambda t: [tensor.add_(1.0) for tensor in t.values() if tensor.dtype == torch.bfloat16])
+    again = Bench(bench.catalogue, Artifacts(tmp_path / "other"), lambda model, seconds: None)
+    with pytest.raises(MergeError, match="checkpoint changed") as caught:
+        again.shared_tensors(again.catalogue.pools["tiny"]).digest(recipes[0])
+    assert caught.value.problem.model == "merging.bases[0]"

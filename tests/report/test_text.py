@@ -9,6 +9,7 @@ from sandhi_core.report.text import print_build, print_check, print_dry_run, pri
 
 PLAN: dict[str, Any] = {
     "evaluations": 1234,
+    "decompositions": 56,
     "bytes_read": 3 * 2**20,
     "bytes_written": 2**20,
     "groups": [{"key": "demo.h128-bf16", "models": ["sorter", "ranker"], "sets": 42, "nbytes": 2**19}],
@@ -76,7 +77,7 @@ def test_check_puts_problems_on_standard_error_and_no_cost_beside_errors(capsys:
 def test_check_of_a_sound_pool_tells_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
     print_check({"ok": True, "problems": [problem("warning")], "plan": PLAN})
     out, err = capsys.readouterr()
-    assert "At most 1,234 evaluations, 3.00 MiB read and 1.00 MiB written." in out
+    assert "At most 1,234 evaluations, 56 matrices decomposed, 3.00 MiB read and 1.00 MiB written." in out
     assert "demo.h128-bf16" in out and "no other model agrees" in out
     assert out.endswith("sound\n")
     assert err == f"warning: {LINE}\n"

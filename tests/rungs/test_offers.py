@@ -217,3 +217,58 @@ def test_cached_layers_do_not_hide_a_residual(case: Case) -> None:
             resident.scorer.answer(requests, one.tensors)
         likelihoods.append([request.resps[0] for asked in requests.values() for request in asked])
     assert likelihoods[0] != likelihoods[1] and likelihoods[0] == likelihoods[2]
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_spectrum_kept_in_short_bids_the_same_and_is_made_whole_for_a_residual(case: Case, affine: bool) -> None:
+    """But for scaled and shifted rows, which a spectrum in short says nothing of."""
+    merge = case.merge(1)
+    offering = case.offers(affine=affine)
+    whole = offering.offer(merge.tensor, merge.recipe)
+    before = whole.residual(Bid(3, affine))
+    offering.shorten(merge.tensor, merge.recipe)
+    assert not whole.file.exists()
+    short = offering.candidate(merge.tensor, merge.recipe)
+    assert not whole.file.exists()
+    assert (short.squares == whole.candidate.squares).all() and short.affine is None
+    assert (short.shape, short.spared, short.limit) == (
+        whole.candidate.shape,
+        whole.candidate.spared,
+        whole.candidate.limit,
+    )
+    made = offering.offer(merge.tensor, merge.recipe)
+    again = made.residual(Bid(3, affine))
+    assert (made.candidate.affine is not None) == affine and again.parts.keys() == before.parts.keys()
+    assert all(torch.equal(again.parts[part], before.parts[part]) for part in before.parts)
+
+
+def test_evidence_asks_for_no_scaled_rows(case: Case) -> None:
+    merge = case.merge(1)
+    assert case.offers(affine=True).candidate(merge.tensor, merge.recipe).affine is None
+    assert len(list((case.folder / "spectra").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "contributors", "payers", "part"),
+    [
+        ("mean", ("a", "m", "z"), (), 2 / 3),
+        ("regmean", ("a", "z"), (), 1.0),
+        ("member", ("m",), (), 0.0),
+        ("member", ("a",), (), 1.0),
+        ("base", ("merging.bases[0]",), ("a", "m"), 1 / 2),
+        ("base", ("merging.bases[0]",), ("a", "b"), 1.0),
+        ("base", ("merging.bases[0]",), ("m",), 0.0),
+    ],
+)
+def test_what_a_slot_spares_is_what_the_pool_need_not_hold_again(
+    case: Case, method: str, contributors: tuple[str, ...], payers: tuple[str, ...], part: float
+) -> None:
+    slot = case.fingerprint.slots[1]
+    recipe = case.merge(1).recipe.model_copy(
+        update={
+            "method": method,
+            "contributors": tuple(Contributor(model=m, layer=0, tensor=slot.tensor, digest=m) for m in contributors),
+            "payers": payers,
+        }
+    )
+    assert case.offering.candidate(slot.tensor, recipe).spared == pytest.approx(part * slot.nbytes)
