@@ -166,7 +166,7 @@ def spectrum(own: Tensor, shared: Tensor, on: Weighting) -> Spectrum:
     own, shared = own.double(), shared.double()
     scale = None if on.centre is None else _row_scale(on.applied(own), on.applied(shared))
     difference = own - (shared if scale is None else scale.double()[:, None] * shared)
-    up, values, down = torch.linalg.svd(on.applied(difference), full_matrices=False)
+    up, values, down = _decomposed(on.applied(difference))
     pairs = zip(on.gram.spans, on.roots, strict=True)
     down = torch.cat([down[:, s] @ inverse for s, (_, inverse) in pairs], dim=1)
     whole = on.gram.energy(own)
@@ -177,6 +177,22 @@ def spectrum(own: Tensor, shared: Tensor, on: Weighting) -> Spectrum:
     even = values.sqrt()
     drift = None if on.centre is None else difference @ on.centre
     return Spectrum(up * even, even[:, None] * down, squares, scale, drift, on.centre)
+
+
+def _decomposed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular vectors and values of a float64 `matrix` [rows, width], values falling, by the eigenvectors of its
+    shorter side's Gram matrix: several times faster than a decomposition of the whole. Whatever the smallest values
+    are exact to, as many directions as are taken give the matrix projected on them; one without length is nought."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    side = matrix.T if tall else matrix
+    _, vectors = torch.linalg.eigh(side @ side.T)
+    vectors = vectors.flip(1)
+    other = vectors.T @ side
+    values = other.square().sum(1).sqrt()
+    order = values.argsort(descending=True, stable=True)  # rounding may have swapped neighbours
+    vectors, other, values = vectors[:, order], other[order], values[order]
+    other = torch.where(values[:, None] > 0, other / values[:, None], 0.0)
+    return (other.T, values, vectors.T) if tall else (vectors, values, other)
 
 
 def _row_scale(own: Tensor, shared: Tensor) -> Tensor:
