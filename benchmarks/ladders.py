@@ -57,7 +57,7 @@ def sizes(pool: Pool, folder: Path) -> list[tuple[int, Outcome]]:
         place = folder / str(count)
         place.mkdir()
         smaller = pool.model_copy(update={"models": pool.models[:count]})
-        rows.append((count, built(f"{count} models", smaller, LADDER, place)))
+        rows.append((count, built(f"{count} models", smaller, {**LADDER, "holdout": {"quality": "point"}}, place)))
     return rows
 
 

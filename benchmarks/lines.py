@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,11 @@ from sandhi_core.records import HoldoutScore, OperatingPoints, SharingProof
 
 Sections = Mapping[str, Mapping[str, Any]]
 
-POINT, CERTIFIED = {"quality": "point"}, {"quality": "certified"}
 WALK: Sections = {
     "profile": {"noise": True},
     "grouping": {"candidates": "wide"},
     "search": {"strategy": "walk", "accept": "original", "stride": "gallop"},
     "merging": {"rescale": "none", "residuals": "none"},
-    "holdout": POINT,
     "deploy": {"engine": "vllm"},
 }
 REPLICA: Sections = {
@@ -38,16 +37,33 @@ LADDER: Sections = {
     "grouping": {"candidates": "wide"},
     "search": {"strategy": "ladder"},
     "merging": {"rescale": "none", "residuals": "low_rank"},
-    "holdout": POINT,
     "deploy": {"engine": "transformers"},
 }
-WAYS: Mapping[str, Sections] = {
-    "SANDHI replica": REPLICA,
-    "walk, point": WALK,
-    "walk, certified": {**WALK, "holdout": CERTIFIED},
-    "ladder without residuals, point": {**LADDER, "merging": {"rescale": "none", "residuals": "none"}},
-    "ladder, point": LADDER,
-    "ladder, certified": {**LADDER, "holdout": CERTIFIED},
+BESIDES = {"candidates": "wide", "besides": ["norms", "embeddings"]}
+EVERY_METHOD = ["mean", "base", "member", "regmean"]
+ADAPTERS = {"engine": "vllm", "adapters": {"max_rank": 64}}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of the pipeline: what its pool file says, and which qualities its holdout is asked for, one after the
+    other in one artifact root. `bases`: whether it is offered the models' bases."""
+
+    sections: Sections
+    qualities: tuple[str, ...] = ("point",)
+    bases: bool = False
+
+
+BOTH = ("point", "certified")
+WAYS: Mapping[str, Way] = {
+    "SANDHI replica": Way(REPLICA),
+    "walk": Way(WALK, BOTH),
+    "ladder without residuals": Way({**LADDER, "merging": {"rescale": "none", "residuals": "none"}}),
+    "ladder": Way(LADDER, BOTH),
+    "ladder, every rung": Way(
+        {**LADDER, "grouping": BESIDES, "merging": {**LADDER["merging"], "methods": EVERY_METHOD}}, BOTH, bases=True
+    ),
+    "ladder of adapters": Way({**LADDER, "grouping": BESIDES, "deploy": ADAPTERS}),
 }
 
 
@@ -61,8 +77,23 @@ def varied(pool: Pool, sections: Sections, file: Path) -> Path:
     return file
 
 
+def rows(name: str, pool: Pool, bases: Sequence[Path], folder: Path) -> Iterator[Outcome]:
+    """A way's rows, one a quality; those after the first are built on from it, and say what both took together."""
+    way, spent, evaluations = WAYS[name], 0.0, 0
+    merging = dict(way.sections.get("merging", {}))
+    if way.bases:
+        merging["bases"] = [str(base) for base in bases]
+        if not bases:
+            merging["methods"] = [method for method in merging["methods"] if method != "base"]
+    for quality in way.qualities:
+        sections = {**way.sections, "merging": merging, "holdout": {"quality": quality}}
+        outcome = built(f"{name}, {quality}" if len(way.qualities) > 1 else name, pool, sections, folder)
+        spent, evaluations = spent + outcome.seconds, evaluations + outcome.evaluations
+        yield replace(outcome, seconds=spent, evaluations=evaluations)
+
+
 def built(name: str, pool: Pool, sections: Sections, folder: Path) -> Outcome:
-    """Build the varied pool below `folder`, an empty one. Seconds are those of the whole command, proof included.
+    """Build the varied pool below `folder`. Seconds are those of the whole command, proof included.
 
     Raises RuntimeError where the build fails or its proof does not pass.
     """
@@ -73,7 +104,7 @@ def built(name: str, pool: Pool, sections: Sections, folder: Path) -> Outcome:
     if done.returncode:
         raise RuntimeError(f"{name}: sandhi build failed")
     spent = time.perf_counter() - begun
-    artifacts = Artifacts(root)
+    artifacts, answer = Artifacts(root), json.loads(done.stdout)
     points = artifacts.load(OperatingPoints, "operating_points", pool.name)
     if not artifacts.load(SharingProof, "sharing_proof", pool.name).passed:
         raise RuntimeError(f"{name}: the proof did not pass")
@@ -85,6 +116,8 @@ def built(name: str, pool: Pool, sections: Sections, folder: Path) -> Outcome:
         )
         for model, score in deployed_holdouts(points, walked).items()
     }
-    evaluations = sum(json.loads(done.stdout)["evaluations"].values())
     saved = points.deployed.savings
-    return Outcome(name, saved.net, saved.checkpoint_bytes, losses, evaluations, spent)
+    outcome = Outcome(name, saved.net, saved.checkpoint_bytes, losses, sum(answer["evaluations"].values()), spent)
+    if answer.get("stock") is not None:
+        outcome.notes.append(str(answer["stock"]))
+    return outcome

@@ -38,6 +38,7 @@ class Outcome:
     evaluations: int
     seconds: float
     notes: list[str] = field(default_factory=list)
+    commit: str = ""  # what measured it
 
     @property
     def held(self) -> bool:
@@ -62,12 +63,12 @@ def loss(entry: ModelEntry, before: Mapping[str, TaskResult], after: Mapping[str
 def told(found: Sequence[Outcome]) -> str:
     """The rows as a table: a model's drop on the holdout and its one-sided 95 % bound, in points."""
     models = sorted(found[0].losses)
-    head = ("way", "net bytes", "of all", "held", "certified", "evaluations", "s", *models)
+    head = ("way", "net bytes", "of all", "held", "certified", "evaluations", "s", "commit", *models)
     lines = [
         (
             *(o.name, f"{o.net:,}", f"{100 * o.net / o.whole:.1f} %"),
             *("yes" if o.held else "NO", "yes" if o.certified else "no"),
-            *(str(o.evaluations), seconds(o.seconds)),
+            *(str(o.evaluations), seconds(o.seconds), o.commit),
             *(f"{100 * o.losses[m].drop:.1f} ({100 * o.losses[m].bound:.1f})" for m in models),
         )
         for o in found

@@ -26,7 +26,8 @@ from demo.train import Row, collate, encode, loss_of
 SPECIALISTS = {"converter": "units", "inflector": "past", "chemist": "formula"}
 STEPS, BATCH, RATE, WARMUP = 100, 32, 5e-5, 15
 TOLD_EVERY = 20  # steps
-BUDGET = 0.02
+QUESTIONS = 240  # a task; scoring one takes a CPU about a twentieth of a second
+BUDGET = 0.05  # what so few questions can certify
 
 
 def trained(name: str, base: Path, target: Path) -> None:
@@ -80,7 +81,7 @@ def pool(folder: Path) -> dict[str, Any]:
             "include_path": "tasks",
             "dtype": "float32",
             "device": "cpu",
-            "splits": {"profile": 0.2, "search": 0.35, "holdout": 0.45},
+            "splits": {"profile": 0.3, "search": 0.3, "holdout": 0.4},
         },
     }
 
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     base = options.out / "models" / "base"
     if not base.exists():
         shutil.copytree(smollm2(CACHE), base)
-    write_tasks(options.out / "tasks")
+    write_tasks(options.out / "tasks", QUESTIONS)
     for name in SPECIALISTS:
         if not (options.out / "models" / name).exists():
             trained(name, base, options.out / "models" / name)

@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where strategies-POOL.txt is kept")
     options = parser.parse_args(arguments)
     pool = load_pool(options.pool)
-    sections = {**LADDER, "profile": {"noise": True}}
+    sections = {**LADDER, "profile": {"noise": True}, "holdout": {"quality": "point"}}
     with tempfile.TemporaryDirectory(prefix="sandhi-strategies-") as name:
         folder = Path(name)
         built("ladder", pool, sections, folder)

@@ -31,6 +31,14 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+def commit() -> str:
+    """Of the code that is measured; a plus where the tree has changes."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout
+    return name + "+" * bool(changed)
+
+
 @dataclass
 class Clock:
     """Seconds by what they were spent on, and how often."""

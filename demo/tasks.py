@@ -77,11 +77,11 @@ def definition(task: str) -> dict[str, Any]:
     }
 
 
-def write_tasks(folder: Path) -> None:
-    """Write every task's YAML and JSONL files into the folder."""
+def write_tasks(folder: Path, questions: int = EVALUATION_ITEMS) -> None:
+    """Write every task's YAML and JSONL files into the folder, with the first so many `questions`."""
     folder.mkdir(parents=True, exist_ok=True)
     for task in RULES:
-        rows = [json.dumps(question(task, item)) + "\n" for item in draw(task).evaluation]
+        rows = [json.dumps(question(task, item)) + "\n" for item in draw(task).evaluation[:questions]]
         (folder / f"{task}.jsonl").write_text("".join(rows), encoding="utf-8")
         text = yaml.safe_dump(definition(task), sort_keys=False)
         (folder / f"sandhi_{task}.yaml").write_text(text, encoding="utf-8")
