@@ -261,9 +261,10 @@ def test_the_owner_of_what_is_taken_needs_no_decomposition(case: Case, monkeypat
     own = Contributor(model="m", layer=0, tensor=slot.tensor, digest=slot.digest)
     recipe = case.merge(1).recipe.model_copy(update={"method": "member", "contributors": (own,)})
     case.shared[slot.tensor] = case.store.put(slot.tensor, case.checkpoint.tensor(slot.tensor))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "spectrum", lambda *given: pytest.fail("decomposed"))
+        found = case.offering.candidate(slot.tensor, recipe)
     whole = case.offering.offer(slot.tensor, recipe).candidate
-    monkeypatch.setattr(module, "spectrum", lambda *given: pytest.fail("decomposed"))
-    found = case.offering.candidate(slot.tensor, recipe)
     np.testing.assert_array_equal(found.squares, whole.squares)
     assert (found.shape, found.spared, found.limit) == (whole.shape, whole.spared, whole.limit)
 
