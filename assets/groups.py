@@ -6,11 +6,12 @@ from functools import cache, partial
 
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.besides import besides
+from sandhi_core.graph import evidence_rule
 from sandhi_core.grouping import make_groups
 from sandhi_core.grouping_methods import Measures
 from sandhi_core.kinship import families
 from sandhi_core.merging import squared_distance
-from sandhi_core.records import Groups, Profile, Recipe, Slot
+from sandhi_core.records import Groups, Profile, Recipe, Slot, digest_of
 from sandhi_core.rungs.allotment import Candidate
 from sandhi_core.rungs.choice import Evidence
 from sandhi_core.rungs.offers import TOLD_EVERY, Offers
@@ -86,7 +87,12 @@ def _measures(job: Job) -> Measures:
         {base.name: bench.base(base)[1] for base in pool.bases},
         distance,
         lambda model: bench.inputs(model).key,
-        Evidence(candidate, lambda slot, recipe: offers(slot.model).shorten(slot.tensor, recipe)),
+        Evidence(
+            candidate,
+            lambda slot, recipe: offers(slot.model).shorten(slot.tensor, recipe),
+            own=pool.deploy.adapters is None,
+            rule=digest_of(evidence_rule(pool)),
+        ),
     )
 
 

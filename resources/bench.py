@@ -131,7 +131,7 @@ class Bench:
     def restore(self, key: str, assignment: Assignment) -> None:
         """Make the tensors of an assignment of the member `key` again that the store has lost.
 
-        Raises StoreError where a residual comes out otherwise: then it is not what was scored.
+        Raises StoreError where a tensor or a residual comes out otherwise: then it is not what was scored.
         """
         lost = {
             n: a for n, a in assignment.adjustments.items() if not all(map(self.store.has, parts_of(n, a).values()))
@@ -143,17 +143,14 @@ class Bench:
         plan = self.artifacts.load(Plan, "plan", key)
         for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
             self.shared_tensors(pool).digest(merge.recipe)
+            if not self.store.has(assignment.tensors[merge.tensor]):
+                raise _other("shared tensor", key, merge.tensor)
         offering = self.offers(pool, entry, self.evaluator(pool, entry))
         again = offering.assigned(
             offering.of(plan, lost), {n: Bid(a.rank, a.kind == "affine") for n, a in lost.items()}
         )
         if changed := [name for name, found in again.adjustments.items() if found != lost[name]]:
-            raise StoreError(
-                "the residual that was scored is lost, and what is made in its place differs",
-                model=entry.name,
-                tensor=changed[0],
-                remedy=f"remove records/trajectory/{key}.json and build again: it searches anew",
-            )
+            raise _other("residual", key, changed[0])
 
     def of_pool(self, kind: type[R], stage: str, pool: str) -> dict[str, R]:
         """A member stage's records of every model of a pool."""
@@ -170,3 +167,12 @@ class Bench:
 
     def fingerprints(self, pool: str) -> dict[str, Fingerprint]:
         return {m: self.fingerprint(m) for m in self.catalogue.members(pool)}
+
+
+def _other(what: str, key: str, tensor: str) -> StoreError:
+    return StoreError(
+        f"the {what} that was scored is lost, and what is made in its place differs",
+        model=key.rpartition(".")[2],
+        tensor=tensor,
+        remedy=f"remove records/trajectory/{key}.json and build again: it searches anew",
+    )

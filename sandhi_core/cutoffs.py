@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sandhi_core.assignment import assignment_at
 from sandhi_core.records import Cutoff, CutoffSet, Plan, Scores, Trajectory
+from sandhi_core.savings import worth_a_file
 
 EPSILON = 1e-9
 """Slack of every comparison of a drop with a budget, so that 0.98 - 0.96 is within 0.02."""
@@ -35,7 +36,11 @@ def cutoff_set(trajectory: Trajectory, plan: Plan, budgets: Mapping[str, float])
     A rejected step changes no weights and a step inside an accepted stride was not scored, so neither ends a
     cutoff of its own.
     """
-    nbytes = {merge.tensor: merge.nbytes for step in plan.steps for merge in step.merges}
+    nbytes = {
+        merge.tensor: merge.nbytes if worth_a_file(merge.nbytes, len(merge.recipe.shape) == 1) else 0
+        for step in plan.steps
+        for merge in step.merges
+    }
     scored = [(0, trajectory.baseline)]
     scored += [
         (step.index + 1, step.scores)

@@ -40,7 +40,7 @@ STAGES: dict[str, Stage] = {
     # The contributors' checkpoints are no upstream of a trajectory: the plan pins their bytes by digest, so that a
     # model that merely joins leaves the others' nodes as they were.
     "trajectory": Stage("member", 3, ("checkpoint", "plan")),
-    "cutoffs": Stage("member", 1, ("plan", "trajectory")),
+    "cutoffs": Stage("member", 2, ("plan", "trajectory")),
     "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
     "operating_points": Stage("pool", 2, ("checkpoint", "trajectory", "cutoffs", "holdout")),
     "merged_weights": Stage("pool", 3, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
@@ -133,8 +133,8 @@ def own_inputs(
 ) -> Any:
     """What a node depends on besides its upstreams, as plain JSON.
 
-    `identity` names the files of a checkpoint cheaply (sizes and times); `scoring` all that decides a model's scores
-    besides its weights (tasks by content, metrics, conditions).
+    `identity` names the files of a model's or a base's checkpoint cheaply (sizes and times); `scoring` all that decides
+    a model's scores besides its weights (tasks by content, metrics, conditions).
     """
     stage, key = node
     scope = STAGES[stage].scope
@@ -147,7 +147,7 @@ def own_inputs(
             "merging": pool.merging.model_dump(mode="json"),
             "gate": pool.profile.gate,
             # What decides the moments of inputs, and the files of bases, are in no record that groups are made from.
-            **({"weighing": [LADDER_VERSION, pool.search.errors, weighing]} if weighing else {}),
+            **({"weighing": [*evidence_rule(pool), weighing]} if weighing else {}),
             **({"bases": [identity(pool, base) for base in pool.bases]} if pool.bases else {}),
         }
     if scope == "pool":
@@ -169,6 +169,13 @@ def own_inputs(
             return {"budgets": budgets}
         case _:
             return {"scoring": scoring(pool, entry), "budgets": budgets, "quality": pool.holdout.quality}
+
+
+def evidence_rule(pool: Pool) -> list[Any]:
+    """What decides, besides models and questions, how slots bid where groups choose by evidence: of a ladder's what is
+    no vector of rows, which evidence does not look at. It names the rule of such groups too (grouping_methods)."""
+    adapters = pool.deploy.adapters
+    return [LADDER_VERSION, pool.merging.residuals, pool.search.errors, None if adapters is None else adapters.max_rank]
 
 
 def _grouping(pool: Pool) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_remov
         choice = former.methods.chosen(members) if len(bytes_of) > 1 else None
         update = None if choice is None else {"recipe": choice.recipe, "compared": dict(choice.compared)}
     else:
-        recipe = former.methods.repinned(group.recipe, alike)
+        recipe = former.methods.repinned(group, alike)
         held = bytes_of if recipe.method == "base" else bytes_of | {c.digest for c in recipe.contributors}
         update = {"recipe": recipe} if len(held) > 1 else None
     return None if update is None else group.model_copy(update={**update, "members": members})

@@ -10,7 +10,7 @@ from typing import Literal
 
 from sandhi_core.architectures import ORDER
 from sandhi_core.pool import MergingSettings
-from sandhi_core.records import Contributor, Fingerprint, Method, Recipe, Slot, TensorInfo, digest_of
+from sandhi_core.records import Contributor, Fingerprint, Group, Method, Recipe, Slot, TensorInfo, digest_of
 from sandhi_core.rungs.choice import Choice, Evidence, choose
 
 
@@ -42,8 +42,8 @@ class Methods:
         if merging.plain:
             return ""
         bases = [[s.model_dump(mode="json") for s in b.slots] for b in self._bases.values()]
-        residuals = merging.residuals if merging.compares else None
-        return digest_of([merging.methods, merging.reform, residuals, bases])
+        evidence = self._measures.evidence.rule if merging.compares else None
+        return digest_of([merging.methods, merging.reform, evidence, bases])
 
     def chosen(self, members: Sequence[Slot]) -> Choice | None:
         """The recipe of `members` (sorted by model and layer), who all contribute unless evidence leaves one out; None
@@ -58,14 +58,23 @@ class Methods:
             return Choice(recipe, {})
         return choose(members, proposed, self._measures.evidence, self._average if self._merging.reform else None)
 
-    def repinned(self, recipe: Recipe, now: Mapping[tuple[str, int, str], Slot]) -> Recipe:
-        """`recipe` with the contributors' present bytes (one that is gone, or is no slot of the pool, stays as it was
-        pinned). `now`: by model, layer and projection."""
+    def repinned(self, group: Group, now: Mapping[tuple[str, int, str], Slot]) -> Recipe:
+        """The recipe of `group` with the contributors' present bytes (one that is gone, or is no slot of the pool,
+        stays as it was pinned). A base is paid for by others only where a member by now holds its bytes, or does no
+        more. `now`: by model, layer and projection."""
+        recipe = group.recipe
         pinned = []
         for c in recipe.contributors:
             slot = now.get((c.model, c.layer, recipe.projection))
             pinned.append(c if slot is None else self._contributor(recipe.method, slot))
-        return recipe.model_copy(update={"contributors": tuple(pinned), "rescale": self._rescale(recipe.projection)})
+        update: dict[str, object] = {"contributors": tuple(pinned), "rescale": self._rescale(recipe.projection)}
+        if recipe.method == "base":
+            base = pinned[0].digest
+            present = {at: m for m in group.members if (at := (m.model, m.layer, m.projection)) in now}
+            after = _payers(base, [now[at] for at in present])
+            if after != _payers(base, list(present.values())):
+                update["payers"] = after
+        return recipe.model_copy(update=update)
 
     @property
     def _measures(self) -> Measures:
@@ -89,9 +98,7 @@ class Methods:
                 if not fitting:
                     return None
                 base = self._nearest(fitting, members)
-                # A model that holds the base's own bytes holds the copy; else all pay for it.
-                owners = {s.model for s in members if s.digest == base.digest}
-                payers = tuple(sorted(owners or {s.model for s in members}))
+                payers = _payers(base.digest, members)
                 return self._recipe(method, members, [base]).model_copy(update={"payers": payers})
             case _:
                 return self._average(method, members)
@@ -122,3 +129,10 @@ class Methods:
     def _contributor(self, method: Method, slot: Slot) -> Contributor:
         inputs = self._measures.inputs(slot.model) if method == "regmean" else ""
         return Contributor(model=slot.model, layer=slot.layer, tensor=slot.tensor, digest=slot.digest, inputs=inputs)
+
+
+def _payers(base: str, members: Sequence[Slot]) -> tuple[str, ...]:
+    """Who pays for the copy of a base's tensor with the digest `base`: a model that holds these bytes holds the copy;
+    else all pay for it."""
+    owners = {s.model for s in members if s.digest == base}
+    return tuple(sorted(owners or {s.model for s in members}))

@@ -9,8 +9,7 @@ it is.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -20,6 +19,7 @@ from sandhi_core.errors import MergeError
 from sandhi_core.records import Contributor, Recipe
 from sandhi_core.rungs.grams import Gram, regmean
 from sandhi_core.scan import RowStatistics, row_statistics_of
+from sandhi_core.threads import one_thread
 
 BLOCK_BYTES = 16 * 2**20
 """Size of the fp32 accumulator: what a merge needs beyond its result, up to a small factor."""
@@ -54,7 +54,7 @@ def merge(
     if recipe.taken is not None:
         return tensors[0]
     if grams is not None:
-        with _one_thread():
+        with one_thread():
             return _finite(recipe, regmean(tensors, grams).to(DTYPES[recipe.dtype]))
     height, width = recipe.shape if len(recipe.shape) == 2 else (1, *recipe.shape)
     target = _common(rows) if rows is not None else None
@@ -74,17 +74,6 @@ def _finite(recipe: Recipe, made: Tensor) -> Tensor:
     if not bool(torch.isfinite(made).all()):
         _refuse(recipe.contributors[0], "the merged tensor is not finite", "leave these models' slot out")
     return made
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Several split sums of products, each number of them otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def squared_distance(one: Tensor, other: Tensor, *, block_bytes: int = BLOCK_BYTES) -> float:

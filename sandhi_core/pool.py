@@ -178,11 +178,11 @@ class GroupingSettings(Section):
 class SearchSettings(Section):
     strategy: Literal["walk", "ladder"] = "walk"
     """`walk`: one component after the other, merged, checked and kept or not (SANDHI). `ladder`: whole assignments from
-    safe to bold, the boldest that holds found by bisection: about a dozen evaluations a model."""
+    safe to bold, the boldest that holds found by bisection: about two dozen evaluations a model."""
     errors: Literal["answers", "outputs"] = "answers"
-    """What a ladder takes for the error of a shared matrix: `outputs`, the part that it changes of a projection's
-    outputs; `answers`, that times how much the model's answers depend on these (by gradients: a forward and a backward
-    pass over the profile split)."""
+    """What a ladder, and a pool that compares `merging.methods`, takes for the error of a shared matrix: `outputs`, the
+    part that it changes of a projection's outputs; `answers`, that times how much the model's answers depend on these
+    (by gradients: a forward and a backward pass over the profile split)."""
     accept: Literal["original", "reference"] = "original"
     stride: Literal["gallop", 1] = "gallop"
     tolerance: Positive | None = None

@@ -38,6 +38,7 @@ def broken_rules(data: dict[str, Any], line: Callable[[Loc], int]) -> Iterator[F
     yield from _combined(data)
     yield from _applied(data)
     yield from _methods(data)
+    yield from _errors(data)
 
 
 _SET = object()  # any value that is written
@@ -50,7 +51,6 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("deploy", "adapters"), _SET, ("deploy", "engine"), "vllm", "vllm"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
     (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
-    (("search", "errors"), _SET, ("search", "strategy"), "walk", "ladder"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
     # A ladder looks for the budgets themselves, in whole assignments.
     (("search", "tolerance"), _SET, ("search", "strategy"), "walk", "walk"),
@@ -102,6 +102,15 @@ def _methods(data: dict[str, Any]) -> Iterator[Fault]:
     if merging.get("reform") is True and not {"mean", "regmean"} & set(map(str, methods)):
         message = f"merging.reform leaves models out of averages, and {named} has none"
         yield Fault(("merging", "reform"), message, "add mean or regmean, or leave reform out")
+
+
+def _errors(data: dict[str, Any]) -> Iterator[Fault]:
+    """Errors are looked at by ladders, and where methods are compared."""
+    methods = _list(_at(data, ("merging", "methods"), None))
+    unused = len(methods) < 2 and _at(data, ("search", "strategy"), "walk") == "walk"
+    if unused and _at(data, ("search", "errors"), "answers") == "outputs":
+        message = "search.errors: outputs needs search.strategy: ladder, not walk, or several merging.methods"
+        yield Fault(("search", "errors"), message, "set search.strategy: ladder, or leave search.errors out")
 
 
 def _said(value: object) -> str:

@@ -333,7 +333,8 @@ class Step(Record):
 
 
 class Trajectory(Record):
-    """One model's walk (SANDHI, merge-incrementally-check-rollback)."""
+    """What was tried of one model's plan, and decided: a walk (SANDHI, merge-incrementally-check-rollback), or the
+    rungs of a ladder that were scored, from safe to bold (rungs.ladder)."""
 
     pool: str
     model: str
@@ -342,7 +343,7 @@ class Trajectory(Record):
     higher_is_better: dict[str, bool]
     tolerance: dict[str, float]
     questions: dict[str, int]
-    evaluations: int  # evaluations the walk asks for, whether or not they were found in the score log
+    evaluations: int  # evaluations that were asked for, whether or not they were found in the score log
     noise_floor: Scores = {}  # how far the baseline moves when the same weights are scored in other batches
     steps: tuple[Step, ...]
 
@@ -354,7 +355,8 @@ class Cutoff(Record):
     accepted: int
     scores: Scores
     drops: Scores  # against the original's baseline; positive is worse, whatever the metric's direction
-    freed: int  # bytes of its slots that hold a shared tensor, less adjustments: an upper bound of its own saving
+    # Bytes of its slots that hold a shared tensor which has a file, less adjustments: an upper bound of its own saving.
+    freed: int
     within_budget: bool
 
 

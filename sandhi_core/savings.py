@@ -30,8 +30,13 @@ class Holding:
     @property
     def shared(self) -> bool:
         """Whether one copy serves all of `models`. One that only owners hold is an exact duplicate."""
-        worth_a_file = self.nbytes >= MIN_SHARED_BYTES or (bool(self.merged) and not self.vector)
-        return len(self.models) > 1 and worth_a_file
+        return len(self.models) > 1 and worth_a_file(self.nbytes, self.vector, bool(self.merged))
+
+
+def worth_a_file(nbytes: int, vector: bool, merged: bool = True) -> bool:
+    """Whether a tensor of several models is kept in a file of its own, once; else each keeps a copy, and nothing is
+    saved."""
+    return nbytes >= MIN_SHARED_BYTES or (merged and not vector)
 
 
 def holdings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]) -> tuple[Holding, ...]:

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandhi_core.assignment import assignment_at
-from sandhi_core.cutoffs import EPSILON, at_most, deepest_within, knee
-from tests.walks import cutoffs, name, trajectory, walks
+from sandhi_core.cutoffs import EPSILON, at_most, cutoff_set, deepest_within, knee
+from tests.walks import cutoffs, name, plan, trajectory, walks
 
 
 def test_a_cutoff_ends_where_weights_were_scored() -> None:
@@ -18,6 +18,14 @@ def test_a_cutoff_ends_where_weights_were_scored() -> None:
     assert [c.drops["task"] for c in found.cutoffs] == pytest.approx([0.0, 0.0, 0.01, 0.04])
     assert [c.within_budget for c in found.cutoffs] == [True, True, True, False]
     assert found.deepest == 3
+
+
+def test_what_gets_no_file_of_its_own_frees_nothing() -> None:
+    walk, steps = trajectory("a", [0.9, 0.9]), plan("a", 2)
+    vector = steps.steps[1].merges[0].recipe.model_copy(update={"shape": (64,)})
+    norm = steps.steps[1].merges[0].model_copy(update={"nbytes": 128, "recipe": vector})
+    steps = steps.model_copy(update={"steps": (steps.steps[0], steps.steps[1].model_copy(update={"merges": (norm,)}))})
+    assert [c.freed for c in cutoff_set(walk, steps, {"task": 0.02}).cutoffs] == [0, 12288, 12288]
 
 
 def test_deepest_may_lie_beyond_a_cutoff_that_is_out_of_budget() -> None:

@@ -242,6 +242,30 @@ def test_other_methods_are_noticed(merging: dict[str, Any], based: tuple[World, 
     assert {s for s, k in ran if k.startswith("p.")} >= {"groups"} and not stages(ran) & {"checkpoint", "profile"}
 
 
+WEIGHED: dict[str, Any] = {
+    "merging": {"methods": ["mean", "member"], "residuals": "low_rank"},
+    "search": {"strategy": "ladder"},
+    "deploy": {"adapters": {"max_rank": 64}},
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"search": {"strategy": "ladder", "errors": "outputs"}},
+        {"deploy": {"adapters": {"max_rank": 8}}},
+        {"deploy": {}},
+    ],
+)
+def test_how_slots_bid_is_noticed_where_methods_are_compared_and_only_there(changed: dict[str, Any]) -> None:
+    for merging, noticed in ((WEIGHED["merging"], True), ({"residuals": "low_rank"}, False)):
+        built = World()
+        built.build(catalogue(make_pool("p", MODELS, **{**WEIGHED, "merging": merging})), FILES)
+        ran = built.build(catalogue(make_pool("p", MODELS, **{**WEIGHED, "merging": merging, **changed})), FILES)
+        assert (("groups", "p.h8") in ran) == noticed and not stages(ran) & {"checkpoint", "profile"}
+        assert {("trajectory", f"p.{m}") for m in MODELS} <= ran
+
+
 edits: st.SearchStrategy[Callable[[set[str], Files], None]] = st.one_of(
     st.sampled_from(sorted(GROUPS)).map(lambda m: lambda models, files: models.add(m)),
     st.sampled_from(sorted(GROUPS)).map(lambda m: lambda models, files: models.discard(m)),

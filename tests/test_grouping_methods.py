@@ -25,6 +25,7 @@ def measures(
     bases: Mapping[str, Fingerprint] | None = None,
     near: str = "b",
     questions: str = "",
+    rule: str = "",
 ) -> Measures:
     """Whoever is `near` is nearest to all; a difference's one direction costs `cost`."""
 
@@ -35,7 +36,7 @@ def measures(
         return 0.0 if near in (one.model, other.model) else 1.0
 
     known = {BASE: fingerprint(BASE)} if bases is None else bases
-    return Measures(known, distance, lambda model: f"inputs of {model}{questions}", Evidence(candidate))
+    return Measures(known, distance, lambda model: f"inputs of {model}{questions}", Evidence(candidate, rule=rule))
 
 
 def groups(
@@ -138,6 +139,29 @@ def test_a_base_that_a_model_holds_is_paid_for_by_that_model() -> None:
     )
 
 
+@pytest.mark.parametrize(("before", "after"), [("a", ""), ("", "a"), ("ab", "b"), ("a", "b")])
+def test_who_pays_for_a_base_follows_who_holds_it(before: str, after: str) -> None:
+    """But for a model that joins: it changes nobody's recipe, now or in the next build."""
+    base = fingerprint(BASE, 1, bytes_of={(0, "up"): "frozen"})
+    settings = MergingSettings.model_validate({"methods": ["base"], "bases": ["x"]})
+
+    def formed(models: str, holding: str, earlier: Groups | None = None) -> Groups:
+        prints = {m: fingerprint(m, 1, bytes_of={(0, "up"): "frozen"} if m in holding else None) for m in models}
+        known = {m: profile(m, 1) for m in models}
+        given = measures(bases={BASE: base})
+        return make_groups("p", "p.g", prints, known, GroupingSettings(), settings, 0.05, earlier, measures=given)
+
+    def payers(record: Groups) -> tuple[str, ...]:
+        return next(g.recipe.payers for g in record.groups if g.recipe.projection == "up")
+
+    first = formed("abc", before)
+    assert payers(first) == tuple(before or "abc")
+    joined = formed("abcd", before + "d", first)
+    assert payers(joined) == payers(formed("abcd", before + "d", joined)) == payers(first)
+    assert payers(formed("abc", after, first)) == tuple(after or "abc")
+    assert payers(formed("abcd", after, formed("abcd", before, first))) == tuple(after or "abcd")
+
+
 EVERY: list[dict[str, Any]] = [
     {"methods": ["regmean"]},
     {"methods": ["member"]},
@@ -194,12 +218,25 @@ def test_changed_bytes_and_questions_are_pinned_anew_without_a_new_choice() -> N
         ({}, {"methods": ["regmean"]}),
         ({"methods": ["member"]}, {}),
         ({"methods": ["mean", "member"]}, {"methods": ["member", "mean"]}),
-        ({"methods": ["mean", "member"]}, {"methods": ["mean", "member"], "residuals": "low_rank"}),
+        ({"methods": ["mean", "member"]}, {"methods": ["mean"], "reform": True}),
     ],
 )
 def test_other_methods_form_everything_anew(before: dict[str, Any], after: dict[str, Any]) -> None:
     first = groups("abc", before, measures())
     assert groups("abc", after, measures(), first) == groups("abc", after, measures())
+
+
+def test_other_evidence_forms_everything_anew_where_methods_are_compared_and_only_there() -> None:
+    far: Cost = lambda slot, recipe: 1.0 if recipe.method == "mean" else 1e-3  # noqa: E731
+    near: Cost = lambda slot, recipe: 1e-3 if recipe.method == "mean" else 1.0  # noqa: E731
+    every = {"methods": ["mean", "member"]}
+    first = groups("abc", every, measures(far, rule="answers"))
+    again = groups("abcd", every, measures(near, rule="outputs"), first)
+    assert methods(first) == {"member"} and methods(again) == {"mean"}
+    assert again == groups("abcd", every, measures(near, rule="outputs"))
+    member = {"methods": ["member"]}
+    formed = groups("abc", member, measures(rule="answers"))
+    assert groups("abc", member, measures(rule="outputs"), formed) == formed
 
 
 def test_another_base_forms_everything_anew() -> None:

@@ -309,6 +309,7 @@ def entry(**budgets: float) -> ModelEntry:
             "grouping.candidates: reference needs merging.methods: mean alone, not merging.methods: regmean",
         ),
         ("profile: {noise: false}\n", "profile.noise: false needs search.strategy: ladder, not walk"),
+        ("search: {errors: outputs}\n", "search.errors: outputs needs search.strategy: ladder, not walk"),
         (
             "grouping: {besides: [norms, embeddings]}\n",
             "grouping.besides: norms, embeddings needs search.strategy: ladder, not walk",
@@ -346,6 +347,11 @@ def test_adapters_are_an_engine_of_residuals(tmp_path: Path) -> None:
     text = MINIMAL + "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {adapters: {}}\n"
     adapters = load_pool(write(tmp_path, text)).deploy.adapters
     assert adapters is not None and adapters.max_rank == 64
+
+
+def test_a_walk_that_compares_methods_may_leave_gradients_out(tmp_path: Path) -> None:
+    text = MINIMAL + "merging: {methods: [mean, member]}\nsearch: {errors: outputs}\n"
+    assert load_pool(write(tmp_path, text)).search.errors == "outputs"
 
 
 def test_bases_are_paths_as_those_of_models_are(tmp_path: Path) -> None:

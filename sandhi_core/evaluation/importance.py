@@ -59,14 +59,16 @@ class Importance:
             raise EvaluationError("no question reaches this tensor", tensor=tensor, remedy=REMEDY)
         return self._found[tensor]
 
-    def ready(self) -> None:
-        """Collect now what is missing. Raises as `of` does."""
-        if kept(self._file) is None:
-            held = self._evaluator.originals()
-            sequences = held.sequences(self._evaluator.suite, "profile")
-            held.scorer.forget()  # its states' memory is wanted
-            found = importance(held, sequences, self._names)
-            keep(self._file, {name: torch.tensor([value], dtype=torch.float64) for name, value in found.items()})
+    def ready(self) -> bool:
+        """Collect now what is missing; whether anything was. Raises as `of` does."""
+        if kept(self._file) is not None:
+            return False
+        held = self._evaluator.originals()
+        sequences = held.sequences(self._evaluator.suite, "profile")
+        held.scorer.forget()  # its states' memory is wanted
+        found = importance(held, sequences, self._names)
+        keep(self._file, {name: torch.tensor([value], dtype=torch.float64) for name, value in found.items()})
+        return True
 
     def _relative(self) -> dict[str, float]:
         self.ready()

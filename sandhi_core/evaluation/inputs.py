@@ -43,6 +43,7 @@ class Inputs:
         self.importance = Importance(self._folder, fingerprint, evaluator)
         self._slots = fingerprint.slots
         self._evaluator = evaluator
+        self._ready: set[str] = set()
         self._last: dict[bool, tuple[str, Weighting]] = {}
 
     def gram(self, tensor: str) -> Gram:
@@ -70,12 +71,17 @@ class Inputs:
 
     def ready(self, importance: bool = False) -> None:
         """Collect now what is missing, and let go of the model: where several models' are needed at once, each is in
-        memory by itself. Raises as `gram` does, and with `importance` as that does."""
-        if self._missing():
+        memory by itself. What is all there is not looked for again, and whoever runs the model keeps it. Raises as
+        `gram` does, and with `importance` as that does."""
+        found = False
+        if "moments" not in self._ready and (found := bool(self._missing())):
             self._collect()
-        if importance:
-            self.importance.ready()
-        self._evaluator.release()
+        self._ready.add("moments")
+        if importance and "importance" not in self._ready:
+            found |= self.importance.ready()
+            self._ready.add("importance")
+        if found:
+            self._evaluator.release()
 
     def _missing(self) -> list[Slot]:
         return [s for s in self._slots if read_by(s, self._slots) == s.tensor and self._kept(s.tensor) is None]
@@ -89,7 +95,7 @@ class Inputs:
 
     def _kept(self, source: str) -> Gram | None:
         blocks = kept(self._file(source))
-        if blocks is None or CENTRE not in blocks:  # of an earlier version, or none
+        if blocks is None:
             return None
         centre = blocks.pop(CENTRE)
         return Gram(tuple(block for _, block in sorted(blocks.items())), centre)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from sandhi_core.architectures import ARCHITECTURES
@@ -21,6 +22,7 @@ from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, nbytes
 from sandhi_core.rungs.plain import plain_squares
 from sandhi_core.rungs.residual import Residual, cut, spectrum
+from sandhi_core.savings import worth_a_file
 from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
 
@@ -31,16 +33,18 @@ ALL = 2**31
 @dataclass(frozen=True)
 class Offer:
     """A shared tensor for one slot, by its digest, and the file with the spectrum of the slot's difference from it (of
-    what is no projection: with its error alone); `scaled`: that of what differs once rows are scaled and shifted."""
+    what is no projection: with its error alone); `scaled`: that of what differs once rows are scaled and shifted.
+    `found` reads the one or, given True, the other, and makes it again where another pool of the root has removed
+    it."""
 
     shared: str
     candidate: Candidate
     file: Path
+    found: Callable[[bool], Mapping[str, Tensor]]
     scaled: Path | None = None
 
     def residual(self, bid: Bid) -> Residual:
-        file = self.scaled if bid.affine and self.scaled else self.file
-        return cut(kept(file) or {}, bid.rank)
+        return cut(self.found(bid.affine), bid.rank)
 
 
 class Offers:
@@ -118,17 +122,22 @@ class Offers:
         if name not in self._projections:
             file, found = self._kept(name, shared, lambda own, with_it: {"squares": self._plain(name, own, with_it)})
             shape, spared = (*recipe.shape, 1)[:2], self._spared(name, recipe)
-            return Offer(shared, Candidate(self._counted(name, found["squares"]), shape, spared, limit=0), file)
+            bids = Candidate(self._counted(name, found["squares"]), shape, spared, limit=0)
+            return Offer(shared, bids, file, lambda affine: found)
+        again = lambda affine: self._spectrum(name, shared, affine)[1]  # noqa: E731
         file, found = self._spectrum(name, shared, affine=False)
         candidate = self._candidate(name, recipe, found["squares"])
         if not self._affine:
-            return Offer(shared, candidate, file)
+            return Offer(shared, candidate, file, again)
         scaled, found = self._spectrum(name, shared, affine=True)
-        return Offer(shared, replace(candidate, affine=self._counted(name, found["squares"])), file, scaled)
+        return Offer(shared, replace(candidate, affine=self._counted(name, found["squares"])), file, again, scaled)
 
     def candidate(self, name: str, recipe: Recipe) -> Candidate:
         """What `offer` would have a projection bid but for scale and shift, which are not asked for: after `shorten`
         too."""
+        own = self._fingerprint.tensor(name)
+        if own.digest == recipe.taken:  # nothing differs
+            return self._candidate(name, recipe, torch.zeros(min(own.shape), dtype=torch.float64))
         shared = self._shared(recipe)
         found = kept(_short(self._file(name, shared)))
         if found is None:
@@ -140,7 +149,7 @@ class Offers:
         file = self._file(name, self._shared(recipe))
         if found := kept(file):
             keep(_short(file), {"squares": found["squares"]})
-            file.unlink()
+            file.unlink(missing_ok=True)
 
     def _candidate(self, name: str, recipe: Recipe, squares: Tensor) -> Candidate:
         own = self._fingerprint.tensor(name)
@@ -154,8 +163,11 @@ class Offers:
 
     def _spared(self, name: str, recipe: Recipe) -> float:
         """Bytes: of n tensors one is kept, which each of those who pay for it pays in part (so that the owner of a
-        tensor that is taken as it is spares nothing); a model that only joins a tensor spares all of its own."""
+        tensor that is taken as it is spares nothing); a model that only joins a tensor spares all of its own. What gets
+        no file of its own spares nobody anything."""
         size, model = self._fingerprint.tensor(name).nbytes, self._fingerprint.model
+        if not worth_a_file(size, len(recipe.shape) == 1):
+            return 0.0
         payers = set(recipe.payers) or {c.model for c in recipe.contributors}
         return size * ((len(payers) - 1) / len(payers) if model in payers else 1.0)
 

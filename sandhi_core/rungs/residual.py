@@ -23,6 +23,7 @@ from torch.nn.functional import linear as linear_map
 
 from sandhi_core.rungs.allotment import nbytes
 from sandhi_core.rungs.grams import Gram
+from sandhi_core.threads import one_thread
 
 DTYPE = torch.bfloat16
 """What residuals are stored in."""
@@ -115,8 +116,10 @@ class Weighting:
         return torch.cat([matrix[:, span] @ root for span, (root, _) in pairs], dim=1)
 
 
+@one_thread()
 def weighting(gram: Gram, affine: bool = False) -> Weighting:
-    """Of differences that a residual alone is to make up for, or `affine` a residual beside scale and shift."""
+    """Of differences that a residual alone is to make up for, or `affine` a residual beside scale and shift. Its bits
+    do not depend on the number of threads."""
     damped = gram.damped()
     weighs = damped.centred() if affine else damped
     return Weighting(damped, tuple(_root(b) for b in weighs.blocks), gram.centre.double() if affine else None)
@@ -160,9 +163,11 @@ def cut(found: Mapping[str, Tensor], rank: int) -> Residual:
     return Residual(**factors, scale=found["scale"], shift=shift.to(DTYPE))
 
 
+@one_thread()
 def spectrum(own: Tensor, shared: Tensor, on: Weighting) -> Spectrum:
     """Of what the model's `own` matrix [rows, width] differs from the `shared` one in, weighted as its inputs are. In a
-    weighting for scale and shift, of what it differs from the scaled one in."""
+    weighting for scale and shift, of what it differs from the scaled one in. Its bits do not depend on the number of
+    threads: a residual that was lost is made again, perhaps by another."""
     own, shared = own.double(), shared.double()
     scale = None if on.centre is None else _row_scale(on.applied(own), on.applied(shared))
     difference = own - (shared if scale is None else scale.double()[:, None] * shared)

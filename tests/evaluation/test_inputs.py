@@ -14,7 +14,6 @@ from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Fingerprint
 from sandhi_core.scan import fingerprint
-from sandhi_core.side_files import keep
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny
 
@@ -97,17 +96,20 @@ def test_a_damaged_file_is_made_again(opened: tuple[Evaluator, Fingerprint], tmp
     torch.testing.assert_close(inputs.gram(name).blocks[0], made.blocks[0])
 
 
-def test_moments_that_were_kept_without_the_mean_are_made_again(
-    opened: tuple[Evaluator, Fingerprint], tmp_path: Path
+def test_what_is_ready_is_not_looked_for_again_and_takes_nobodys_model(
+    opened: tuple[Evaluator, Fingerprint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluator, found = opened
-    inputs, name = Inputs(tmp_path, found, evaluator), found.slots[0].tensor
-    made = inputs.gram(name)
-    (file,) = tmp_path.rglob(f"{name}.safetensors")
-    file.unlink()
-    keep(file, {"0000": torch.zeros_like(made.blocks[0])})
-    torch.testing.assert_close(inputs.gram(name).blocks[0], made.blocks[0])
-    torch.testing.assert_close(inputs.gram(name).centre, made.centre)
+    inputs = Inputs(tmp_path, found, evaluator)
+    inputs.ready()
+    assert evaluator.resident is None  # what was loaded to collect them
+    inputs.ready(importance=True)
+    assert evaluator.resident is None
+    held = evaluator.originals()
+    Inputs(tmp_path, found, evaluator).ready(importance=True)
+    monkeypatch.setattr(Inputs, "_missing", lambda self: pytest.fail("looked for again"))
+    inputs.ready(importance=True)
+    assert evaluator.resident is held
 
 
 def test_a_projection_that_no_question_reaches_is_named(

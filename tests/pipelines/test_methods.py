@@ -53,6 +53,7 @@ def test_every_group_took_the_method_that_costs_least(chosen: Line) -> None:
     for group in found:
         assert list(group.compared) and set(group.compared) == set(METHODS)
         assert group.compared[group.recipe.method] == min(group.compared.values())
+    assert len({group.recipe.method for group in found}) > 1
 
 
 def test_what_is_shared_is_proved_and_counted(chosen: Line) -> None:
@@ -71,7 +72,7 @@ def test_spectra_of_methods_not_taken_are_kept_in_short(chosen: Line) -> None:
     found = groups_of(chosen.root)
     spectra = chosen.root / "spectra"
     members = sum(len(g.members) for g in found)
-    assert len(list(spectra.glob("*.safetensors"))) <= members
+    assert 0 < len(list(spectra.glob("*.safetensors"))) <= members
     assert len(list(spectra.glob("*.squares"))) >= 2 * members
 
 
@@ -186,6 +187,35 @@ def test_methods_go_with_scaled_rows_and_with_what_lies_beside_projections(
     again = built(pool, root)
     assert {stage for stage, _ in again["ran"]} == {"merged_weights", "sharing_proof", "deployment"}
     assert read_manifest(Path(again["pools"]["tiny"]["export"])) == manifest
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"search": {"strategy": "ladder", "errors": "outputs"}},
+        {"deploy": {"adapters": {"max_rank": 1}}},
+        {"deploy": {"engine": "transformers"}},
+    ],
+)
+def test_what_decides_bids_is_compared_by_anew(
+    changed: dict[str, Any], tuned: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Though nobody came or left: groups are carried over only as long as they would be chosen by the same."""
+    sections = merging("mean", "member") | {"deploy": {"adapters": {"max_rank": 8}}}
+    pool = lambda: tuned(NAMES, **(sections | changed))  # noqa: E731
+    formed(tuned(NAMES, **sections), tmp_path / "root")
+    before = [g.compared for g in groups_of(tmp_path / "root")]
+    after = [g.compared for g in formed(pool(), tmp_path / "root")]
+    assert before != after == [g.compared for g in formed(pool(), tmp_path / "fresh")]
+
+
+@pytest.mark.parametrize("errors", ["answers", "outputs"])
+def test_a_walk_takes_gradients_only_where_errors_are_of_answers(
+    errors: str, tuned: Callable[..., Path], tmp_path: Path
+) -> None:
+    formed(tuned(NAMES, merging={"methods": ["mean", "member"]}, search={"errors": errors}), tmp_path / "root")
+    taken = len(list((tmp_path / "root").glob("inputs/*/importance.safetensors")))
+    assert taken == (len(NAMES) if errors == "answers" else 0)
 
 
 def test_a_members_own_tensor_costs_that_model_nothing(tiny_pool: PoolWriter, tmp_path: Path) -> None:

@@ -151,6 +151,16 @@ def test_where_methods_cross_that_is_taken_which_is_cheaper_while_residuals_pay(
         assert found.recipe.method == "base" and found.compared["base"] < found.compared["mean"]
 
 
+def test_slots_that_may_not_keep_their_own_bid_without_it() -> None:
+    """One member is far from the mean: it would keep its own matrix, and as an adapter it cannot."""
+    by_method = {"mean": [made_up(1.0, limit=0), *[made_up(limit=0)] * 2], "base": [made_up(0.1, limit=0)] * 3}
+    at = {(m, method): c for method, cs in by_method.items() for m, c in zip("abc", cs, strict=True)}
+    proposed: dict[Method, Recipe] = {"mean": recipe("mean", "abc"), "base": recipe("base", ["base"], "abc")}
+    for own, method in ((True, "mean"), (False, "base")):
+        evidence = Evidence(lambda s, r: at[s.model, r.method], own=own)
+        assert choose([slot(m) for m in "abc"], proposed, evidence).recipe.method == method
+
+
 def test_prices_are_useful_where_half_to_nine_tenths_are_spared_by_some_method() -> None:
     def part(price: float) -> float:
         shared = by_price(dict(zip("abc", TWO_DIRECTIONS, strict=True)), price)

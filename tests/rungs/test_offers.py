@@ -242,6 +242,46 @@ def test_a_spectrum_kept_in_short_bids_the_same_and_is_made_whole_for_a_residual
     assert all(torch.equal(again.parts[part], before.parts[part]) for part in before.parts)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_spectrum_that_another_pool_removed_is_made_again(case: Case, affine: bool) -> None:
+    """Spectra are named by what they hold, so pools of one root share them: one rejects what another's ladder cuts."""
+    merge = case.merge(1)
+    ladders = case.offers(affine=affine).offer(merge.tensor, merge.recipe)
+    before = ladders.residual(Bid(3, affine))
+    case.offering.shorten(merge.tensor, merge.recipe)
+    for path in (ladders.scaled,) if ladders.scaled else ():
+        path.unlink()
+    after = ladders.residual(Bid(3, affine))
+    assert after.parts.keys() == before.parts.keys()
+    assert all(torch.equal(after.parts[part], before.parts[part]) for part in before.parts)
+
+
+def test_the_owner_of_what_is_taken_needs_no_decomposition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = case.fingerprint.slots[1]
+    own = Contributor(model="m", layer=0, tensor=slot.tensor, digest=slot.digest)
+    recipe = case.merge(1).recipe.model_copy(update={"method": "member", "contributors": (own,)})
+    case.shared[slot.tensor] = case.store.put(slot.tensor, case.checkpoint.tensor(slot.tensor))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "spectrum", lambda *given: pytest.fail("decomposed"))
+        found = case.offering.candidate(slot.tensor, recipe)
+    whole = case.offering.offer(slot.tensor, recipe).candidate
+    np.testing.assert_array_equal(found.squares, whole.squares)
+    assert (found.shape, found.spared, found.limit) == (whole.shape, whole.spared, whole.limit)
+
+
+def test_a_norm_below_a_page_spares_nothing(case: Case) -> None:
+    """As `savings` counts it: it would get no file of its own."""
+    name, table = "model.norm.weight", "model.embed_tokens.weight"
+    for tensor, part in ((name, 0.0), (table, 0.5)):
+        info = case.fingerprint.tensor(tensor)
+        of = tuple(Contributor(model=m, layer=0, tensor=tensor, digest=m) for m in "am")
+        recipe = case.merge(1).recipe.model_copy(
+            update={"projection": tensor.removeprefix("model."), "shape": info.shape, "contributors": of}
+        )
+        case.shared[tensor] = case.store.put(tensor, 1.01 * case.checkpoint.tensor(tensor))
+        assert case.offering.offer(tensor, recipe).candidate.spared == part * info.nbytes
+
+
 def test_evidence_asks_for_no_scaled_rows(case: Case) -> None:
     merge = case.merge(1)
     assert case.offers(affine=True).candidate(merge.tensor, merge.recipe).affine is None

@@ -16,6 +16,22 @@ def case(seed: int = 0, block: int = 4096) -> tuple[torch.Tensor, torch.Tensor, 
     return own, shared, spectrum(own, shared, weighting(gram_of(inputs, block)))
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_bits_do_not_depend_on_the_number_of_threads(affine: bool) -> None:
+    own, shared, gram = drawn(300, 200, seed=1), drawn(300, 200, seed=2), gram_of(drawn(400, 200, seed=3), 4096)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(spectrum(own, shared, weighting(gram, affine)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for part in ("up", "down", "squares"):
+            assert torch.equal(getattr(found[0], part), getattr(other, part))
+
+
 @pytest.mark.parametrize("block", [4, 4096])
 def test_full_rank_restores_the_models_own_matrix(block: int) -> None:
     own, shared, found = case(block=block)
