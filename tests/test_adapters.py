@@ -148,7 +148,7 @@ def of_rank(rank: int, norm: str, files: dict[str, str]) -> ExportedModel:
 
 def test_scaled_rows_make_a_model_none() -> None:
     plain, scaled = of_rank(2, "x", {}), of_rank(2, "x", {})
-    vectors = {n: plain.tensors["model.norm.weight"] for n in vector_names("model.q.weight")}
+    vectors = dict.fromkeys(vector_names("model.q.weight"), plain.tensors["model.norm.weight"])
     scaled = scaled.model_copy(update={"tensors": scaled.tensors | vectors})
     plan = stock_plan({"a": plain, "b": plain, "c": scaled}, 8)
     assert list(plan.base_of) == ["a", "b"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear
 
-from sandhi_core.errors import EvaluationError, of_model
+from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.records import Fingerprint
