@@ -1,7 +1,7 @@
 """deployment[pool]: the specification a server is started from. Refused unless the proof passed."""
 
-from assets.merged_weights import stock
 from assets.stage import Job, Outcome, StageAsset
+from sandhi_core.adapters import summary
 from sandhi_core.deploy.spec import deployment_spec, write_deployment
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import MergedWeights, OperatingPoints, SharingProof
@@ -23,7 +23,8 @@ def run(job: Job) -> Outcome:
     )
     path = write_deployment(export, record)
     models = len(bench.catalogue.members(job.key))
-    return Outcome(record, {"specification": str(path), "models": models, **stock(record.stock)})
+    stock = {f"stock {name}": value for name, value in summary(record.stock).items()}
+    return Outcome(record, {"specification": str(path), "models": models, **stock})
 
 
 STAGE = StageAsset(

@@ -1,13 +1,11 @@
 """merged_weights[pool]: the deployed point as ordinary checkpoint directories that hold shared bytes once."""
 
-from typing import Any
-
 from assets.stage import Job, Outcome, StageAsset
-from sandhi_core.adapters import told
+from sandhi_core.adapters import summary
 from sandhi_core.assignment import assignment_at
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
-from sandhi_core.records import OperatingPoints, StockPlan, Trajectory
+from sandhi_core.records import OperatingPoints, Trajectory
 
 
 def run(job: Job) -> Outcome:
@@ -29,15 +27,8 @@ def run(job: Job) -> Outcome:
         bench.artifacts.directory("exports"),
     )
     export = bench.artifacts.root / record.export
-    return Outcome(record, {"export": str(export), "manifest": record.manifest, **stock(read_manifest(export).stock)})
-
-
-def stock(plan: StockPlan | None) -> dict[str, Any]:
-    """How far a plan of adapters is complete, and why not further; nothing where the pool asks for none."""
-    if plan is None:
-        return {}
-    others = {name: why.model_dump() for name, why in plan.ordinary.items()}
-    return {"stock adapters": len(plan.base_of), "stock plan": told(plan), "no stock adapters": others}
+    stock = {f"stock {name}": value for name, value in summary(read_manifest(export).stock).items()}
+    return Outcome(record, {"export": str(export), "manifest": record.manifest, **stock})
 
 
 STAGE = StageAsset(

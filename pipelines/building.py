@@ -8,7 +8,7 @@ from pipelines.headless import build
 from pipelines.progress import Progress
 from pipelines.reporting import report_pool
 from pipelines.settings import Settings
-from sandhi_core.adapters import told
+from sandhi_core.adapters import summary as stock_summary
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import PreflightError, Problem
@@ -16,7 +16,7 @@ from sandhi_core.graph import Catalogue, Node
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import read_manifest
 from sandhi_core.pool import ModelEntry
-from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof, StockPlan
+from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
 
 
 def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
@@ -90,23 +90,10 @@ def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path)
             "verified_disk": proof.verified_disk,
             "verified_memory": proof.verified_memory,
         },
-        "stock": _stock(read_manifest(export).stock),
+        "stock": stock_summary(read_manifest(export).stock) or None,
         "export": str(export),
         "report": str(report),
         "deployment": str(export / "deployment.json"),
-    }
-
-
-def _stock(plan: StockPlan | None) -> dict[str, Any] | None:
-    """How far the plan of adapters is complete; None where the pool asks for none."""
-    if plan is None:
-        return None
-    return {
-        "told": told(plan),
-        "complete": len(plan.base_of),
-        "models": len(plan.base_of) + len(plan.ordinary),
-        "bases": {base.directory: list(base.adapters) for base in plan.bases},
-        "ordinary": {name: why.model_dump() for name, why in plan.ordinary.items()},
     }
 
 

@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from sandhi_core.assignment import PEFT, factor_names, factors_among
+from sandhi_core.assignment import PEFT, factors_among, vector_names
 from sandhi_core.layout import ADAPTER, index_bytes, index_name, shards
 from sandhi_core.records import Adapter, Base, ExportedModel, ExportedTensor, Manifest, Ordinary, StockPlan, digest_of
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
@@ -85,6 +86,19 @@ def told(plan: StockPlan) -> str:
     return f"{len(plan.base_of)} of {len(plan.base_of) + len(plan.ordinary)} models are adapters of {bases}"
 
 
+def summary(plan: StockPlan | None) -> dict[str, Any]:
+    """How far a plan is complete, and why not further; empty where the pool asks for none."""
+    if plan is None:
+        return {}
+    return {
+        "told": told(plan),
+        "complete": len(plan.base_of),
+        "models": len(plan.base_of) + len(plan.ordinary),
+        "bases": {base.directory: list(base.adapters) for base in plan.bases},
+        "ordinary": {name: why.model_dump() for name, why in plan.ordinary.items()},
+    }
+
+
 def all_there(export_root: Path, manifest: Manifest) -> bool:
     """Whether every file of the plan is there and linked: a glance, no proof. Raises OSError where one cannot be looked
     at."""
@@ -139,18 +153,20 @@ def adapted_modules(base: Base, models: Mapping[str, ExportedModel]) -> list[str
 
 
 def _unfit(model: ExportedModel, max_rank: int) -> Ordinary | None:
-    """Why a model's residuals are none that an adapter can hold."""
-    ranks = _ranks(model)
-    if nameless := [module for module in ranks if not module.startswith("model.")]:
+    """Why what a model adds is nothing that an adapter can hold."""
+    ranks = {f"{module}.weight": rank for module, rank in _ranks(model).items()}
+    if scaled := [name for name in sorted(model.tensors) if any(v in model.tensors for v in vector_names(name))]:
+        return _because("scales rows, which no adapter holds", model, scaled)
+    if nameless := [tensor for tensor in ranks if not tensor.startswith("model.")]:
         return _because("adds to layers that PEFT would look for by other names", model, nameless)
-    if larger := [module for module, rank in ranks.items() if rank > max_rank]:
+    if larger := [tensor for tensor, rank in ranks.items() if rank > max_rank]:
         return _because(f"has residuals of a larger rank than {max_rank}", model, larger)
     return None
 
 
-def _because(reason: str, model: ExportedModel, modules: list[str]) -> Ordinary:
-    tensors = [f"{module}.weight" for module in modules]
-    nbytes = sum(model.tensors[factor].nbytes for tensor in tensors for factor in factor_names(tensor))
+def _because(reason: str, model: ExportedModel, tensors: list[str]) -> Ordinary:
+    """`tensors` are those of which what is added makes the model none."""
+    nbytes = sum(model.tensors[part].nbytes for part, name in factors_among(model.tensors).items() if name in tensors)
     return Ordinary(reason=reason, first=tensors[0], count=len(tensors), nbytes=nbytes)
 
 

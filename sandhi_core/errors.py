@@ -4,6 +4,8 @@ Every error names the model, file and tensor it is about where there is one, and
 same as a value: preflight gathers all of them before anything is raised.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -84,6 +86,20 @@ class EvaluationError(SandhiError):
     """A score could not be computed or is not finite."""
 
     code = "evaluation"
+
+
+@contextmanager
+def of_model(model: str) -> Iterator[None]:
+    """Whatever EvaluationError passes through here names a model: this one, where it named none."""
+    try:
+        yield
+    except EvaluationError as error:
+        found = error.problem
+        if found.model is not None:
+            raise
+        raise EvaluationError(
+            found.message, remedy=found.remedy, model=model, file=found.file, tensor=found.tensor
+        ) from error
 
 
 class MergeError(SandhiError):

@@ -48,6 +48,7 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("merging", "affine"), "rows", ("search", "strategy"), "walk", "ladder"),
     (("merging", "affine"), "rows", ("deploy", "engine"), "vllm", "transformers"),
     (("deploy", "adapters"), _SET, ("merging", "residuals"), "none", "low_rank"),
+    (("deploy", "adapters"), _SET, ("merging", "affine"), "none", "none"),
     (("deploy", "adapters"), _SET, ("deploy", "engine"), "vllm", "vllm"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
     (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
@@ -63,7 +64,11 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
 
 
 def _combined(data: dict[str, Any]) -> Iterator[Fault]:
+    # Each wants another engine: which one is right shows once one of them is gone.
+    torn = _at(data, ("deploy", "adapters"), None) is not None and _at(data, ("merging", "affine"), "none") == "rows"
     for loc, value, other, default, needed in _COMBINED:
+        if torn and other == ("deploy", "engine"):
+            continue
         given, found = _at(data, loc, None), _at(data, other, default)
         if given not in (None, []) and (value is _SET or given == value) and found != needed:
             name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))

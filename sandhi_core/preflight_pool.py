@@ -12,10 +12,12 @@ from typing import Literal
 import torch
 
 from sandhi_core.checkpoint import resolve
+from sandhi_core.costs import Costs, besides_met, met, total
 from sandhi_core.errors import Problem, SandhiError
-from sandhi_core.forecast import ladder_bytes, tensors_tried
+from sandhi_core.graph import STAGES
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.pool_rules import is_fraction
+from sandhi_core.preflight_adapters import never_adapters
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.statistics import certifiable_budget, certifying_questions
 from sandhi_core.vocabulary import TOKENIZER, token_ids
@@ -47,7 +49,8 @@ def check_pool(
             if task.task in counted:
                 problems += _budget(pool, entry, task, counted[task.task])
                 problems += _certifiable(pool, entry, task, counted[task.task]["holdout"])
-    problems += [*_fitting(pool, fingerprints, bases or {}), *_room(pool, fingerprints, root)]
+    problems += [*_fitting(pool, fingerprints, bases or {}), *never_adapters(pool, fingerprints)]
+    problems += _room(pool, fingerprints, root)
     return problems
 
 
@@ -257,9 +260,8 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
             file=str(existing),
         )
         return
-    least, most = _bytes_written(pool, fingerprints)
-    if pool.search.strategy == "ladder" or pool.merging.weighs:
-        most += sum(ladder_bytes(fingerprint, pool) for fingerprint in fingerprints.values())
+    least, costs = _least_written(pool, fingerprints), Costs(pool, fingerprints, grouped=fingerprints)
+    most = total(costs.of(stage, fingerprints) for stage in STAGES).bytes_written
     free = shutil.disk_usage(existing).free
     if free < most:
         yield _problem(
@@ -272,21 +274,11 @@ def _room(pool: Pool, fingerprints: Mapping[str, Fingerprint], root: Path) -> It
         )
 
 
-def _bytes_written(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> tuple[int, int]:
-    """Bytes of an export and of the shared tensors tried for it: at least, and at most. Where more than projections may
-    be shared, at most all tensors with one name and shape are."""
+def _least_written(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> int:
+    """Bytes of an export at least: where all that is met in two models goes. Of what is no projection, where it may be
+    shared, that is all with one name and shape."""
     tensors = {t.digest: t.nbytes for f in fingerprints.values() for t in f.tensors}
-    sets: dict[tuple[object, ...], list[tuple[str, int]]] = {}
-    rest: dict[tuple[object, ...], list[tuple[str, int]]] = {}
-    for fingerprint in fingerprints.values():
-        for slot in fingerprint.slots:
-            sets.setdefault((slot.key, slot.layer), []).append((slot.digest, slot.nbytes))
-        slots = {slot.tensor for slot in fingerprint.slots}
-        for tensor in fingerprint.tensors if pool.grouping.besides else ():
-            if tensor.name not in slots:
-                rest.setdefault((tensor.name, tensor.shape, tensor.dtype), []).append((tensor.digest, tensor.nbytes))
-    could_go = {digest for alike in (sets, rest) for m in alike.values() if len(m) > 1 for digest, _ in m}
-    least = sum(n for digest, n in tensors.items() if digest not in could_go)
-    tried = sum(m[0][1] * tensors_tried(len(m), pool) for m in sets.values() if len(m) > 1)
-    tried += sum(m[0][1] for m in rest.values() if len(m) > 1)  # their mean
-    return least, sum(f.nbytes for f in fingerprints.values()) + tried
+    could_go = {slot.digest for slots in met(fingerprints.values()).values() for slot in slots}
+    if pool.grouping.besides:
+        could_go |= {t.digest for alike in besides_met(fingerprints.values()) for t in alike}
+    return sum(n for digest, n in tensors.items() if digest not in could_go)

@@ -11,8 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sandhi_core.adapters import CONFIG, all_there, stock_files, stock_plan, told
-from sandhi_core.assignment import PEFT, factor_names, factors_among
+from sandhi_core.adapters import CONFIG, all_there, stock_files, stock_plan, summary, told
+from sandhi_core.assignment import PEFT, factor_names, factors_among, vector_names
 from sandhi_core.claims import claims_of
 from sandhi_core.disk import verify_disk
 from sandhi_core.layout import read_manifest
@@ -144,6 +144,24 @@ def of_rank(rank: int, norm: str, files: dict[str, str]) -> ExportedModel:
         down, up = factor_names("model.q.weight")
         tensors |= {down: tensor("a", rank, 4), up: tensor("b", 6, rank)}
     return ExportedModel(directory="m", weights="w", files=files, tensors=tensors, linked="hardlink")
+
+
+def test_scaled_rows_make_a_model_none() -> None:
+    plain, scaled = of_rank(2, "x", {}), of_rank(2, "x", {})
+    vectors = dict.fromkeys(vector_names("model.q.weight"), plain.tensors["model.norm.weight"])
+    scaled = scaled.model_copy(update={"tensors": scaled.tensors | vectors})
+    plan = stock_plan({"a": plain, "b": plain, "c": scaled}, 8)
+    assert list(plan.base_of) == ["a", "b"]
+    why = plan.ordinary["c"]
+    assert why.reason == "scales rows, which no adapter holds"
+    assert (why.first, why.count, why.nbytes) == ("model.q.weight", 1, 4 * 4)
+
+
+def test_a_plan_is_summarised_once_for_all_who_tell_of_it(manifest: Manifest) -> None:
+    found = summary(manifest.stock)
+    assert (found["told"], found["complete"], found["models"]) == ("3 of 6 models are adapters of one base", 3, 6)
+    assert list(found["bases"].values()) == [list(ADAPTED)] and found["ordinary"]["dot"]["first"] == NORM
+    assert summary(None) == {}
 
 
 any_model = st.builds(

@@ -1,11 +1,13 @@
 """What a pool that compares methods is told beforehand."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from sandhi_core.forecast import Forecast, forecast, ladder_bytes, tensors_tried
-from sandhi_core.graph import Catalogue
+from sandhi_core.costs import GRADIENT_PASSES, INPUT_PASSES, Cost, Costs, moments, spectra, tensors_tried, total
+from sandhi_core.forecast import Forecast, forecast
+from sandhi_core.graph import STAGES, Catalogue
 from sandhi_core.pool import Pool
 from tests.synthetic import PROJECTIONS, fingerprint
 from tests.test_graph import make_pool
@@ -36,9 +38,8 @@ def test_comparing_decomposes_every_slot_by_every_method_and_a_ladder_only_then_
 
 def test_moments_and_spectra_are_counted_where_groups_need_them() -> None:
     plain, weighed = foreseen({}, "groups"), foreseen({"methods": ["regmean"]}, "groups")
-    kept = sum(ladder_bytes(f, _pool({})) for f in PRINTS.values())
-    assert weighed.bytes_written - plain.bytes_written == kept
-    assert weighed.evaluations - plain.evaluations == 2 * len(PRINTS)
+    assert weighed.bytes_written - plain.bytes_written == sum(map(moments, PRINTS.values()))
+    assert weighed.evaluations - plain.evaluations == INPUT_PASSES * len(PRINTS)
     assert weighed.bytes_read - plain.bytes_read == sum(f.nbytes for f in PRINTS.values())
 
 
@@ -63,6 +64,61 @@ def test_what_lies_beside_is_read_by_groups_and_seen_in_use_by_ladders_whatever_
         assert both[1].bytes_read - both[0].bytes_read == sum(beside)
         assert both[1].bytes_written - both[0].bytes_written == max(beside)
         assert both[1].decompositions == both[0].decompositions
+
+
+@pytest.mark.parametrize("search", [{"strategy": "walk"}, LADDER])
+def test_comparing_also_weighs_by_what_answers_depend_on_whatever_the_strategy(search: dict[str, Any]) -> None:
+    compared = foreseen({"methods": ["mean", "member"]}, "groups", search=search)
+    assert compared.evaluations == (INPUT_PASSES + GRADIENT_PASSES) * len(PRINTS)
+    assert foreseen({"methods": ["regmean"]}, "groups", search=search).evaluations == INPUT_PASSES * len(PRINTS)
+    plain = foreseen({"methods": ["mean", "member"]}, "groups", search={**search, "errors": "outputs"})
+    assert plain.evaluations == INPUT_PASSES * len(PRINTS)
+
+
+def test_moments_and_spectra_are_kept_once_by_whichever_stage_makes_them() -> None:
+    everything = sum(moments(f) + spectra(f) for f in PRINTS.values())
+    exports = foreseen({}, "groups").bytes_written
+    assert foreseen({}, "groups", "trajectory", search=LADDER).bytes_written == exports + everything
+    for methods in (["regmean"], ["mean", "member"]):
+        found = foreseen({"methods": methods}, "groups", "trajectory", search=LADDER)
+        assert found.bytes_written == len(methods) * exports + everything
+
+
+def test_a_group_that_is_formed_anew_makes_nothing_for_another() -> None:
+    """Two compatibility groups: the ladders of one decompose by themselves when only the other's groups are stale."""
+    prints = {m: fingerprint(m, width="narrow" if m in "ab" else "wide") for m in "abcd"}
+    pool = make_pool("p", "abcd", merging={"methods": ["mean", "member"]}, search=LADDER)
+    catalogue = Catalogue({"p": pool}, {"a": "g", "b": "g", "c": "h", "d": "h"})
+    ladders = [("trajectory", f"p.{m}") for m in "abcd"]
+    alone, g = forecast(catalogue, pool, prints, ladders), forecast(catalogue, pool, prints, [("groups", "p.g")])
+    both = forecast(catalogue, pool, prints, [("groups", "p.g"), *ladders])
+    assert alone.decompositions == 4 * SETS and g.decompositions == 2 * 2 * SETS
+    assert both.decompositions == g.decompositions + 2 * SETS
+    kept = sum(moments(prints[m]) + spectra(prints[m]) for m in "ab")
+    assert both.bytes_written == g.bytes_written + alone.bytes_written - kept
+
+
+def test_a_group_of_another_pool_counts_for_nothing() -> None:
+    pools = {n: make_pool(n, "ab", merging={"methods": ["mean", "member"]}, search=LADDER) for n in "pq"}
+    catalogue = Catalogue(pools, dict.fromkeys("ab", "g"))
+    prints = {m: fingerprint(m) for m in "ab"}
+    ladders = [("trajectory", "p.a"), ("trajectory", "p.b")]
+    alone = forecast(catalogue, pools["p"], prints, ladders)
+    assert forecast(catalogue, pools["p"], prints, [("groups", "q.g"), *ladders]) == alone
+
+
+def test_slots_that_only_another_group_has_in_common_make_no_set() -> None:
+    """Where the configurations differ, equal keys are no partners: each group is formed by itself."""
+    costs = Costs(_pool({}), PRINTS)
+    assert costs.of("groups", "a") == Cost() and costs.of("groups", "bc").bytes_written > 0
+
+
+def test_costs_of_all_stages_are_what_a_build_from_nothing_takes() -> None:
+    pool = _pool({"methods": ["mean", "member"]}, search=LADDER)
+    catalogue = Catalogue({"p": pool}, dict.fromkeys("abc", "g"))
+    found = forecast(catalogue, pool, PRINTS, list(catalogue.graph()))
+    whole = total(Costs(pool, PRINTS, grouped=PRINTS).of(stage, PRINTS) for stage in STAGES)
+    assert found.model_dump(include=set(asdict(whole))) == asdict(whole)
 
 
 @pytest.mark.parametrize(

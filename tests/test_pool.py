@@ -325,6 +325,10 @@ def entry(**budgets: float) -> ModelEntry:
             "deploy: {engine: transformers, adapters: {max_rank: 8}}\n",
             "deploy.adapters needs deploy.engine: vllm, not transformers",
         ),
+        (
+            "search: {strategy: ladder}\nmerging: {residuals: low_rank, affine: rows}\ndeploy: {adapters: {}}\n",
+            "deploy.adapters needs merging.affine: none, not rows",
+        ),
         ("deploy: {adapters: {max_rank: 48}}\n", "deploy.adapters.max_rank"),
         ("deploy: {adapters: {max_rank: true}}\n", "must be a rank that vLLM takes"),
         ("deploy: {adapters: {rank: 8}}\n", "deploy.adapters.rank"),
@@ -341,6 +345,14 @@ def test_a_ladder_with_residuals_is_a_pool(tmp_path: Path) -> None:
     )
     pool = load_pool(write(tmp_path, text))
     assert (pool.search.strategy, pool.merging.residuals, pool.profile.noise) == ("ladder", "low_rank", False)
+
+
+@pytest.mark.parametrize("engine", ["", "engine: vllm, ", "engine: transformers, "])
+def test_adapters_beside_scaled_rows_are_refused_whatever_the_engine(tmp_path: Path, engine: str) -> None:
+    """Neither is sent to the other's engine, which would send it back."""
+    text = "search: {strategy: ladder}\nmerging: {residuals: low_rank, affine: rows}\n"
+    found = mistakes(tmp_path, MINIMAL + text + f"deploy: {{{engine}adapters: {{}}}}\n")
+    assert "set merging.affine: none, or leave deploy.adapters out" in found and "deploy.engine" not in found
 
 
 def test_adapters_are_an_engine_of_residuals(tmp_path: Path) -> None:

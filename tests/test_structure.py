@@ -38,6 +38,12 @@ def test_imports_go_one_way(layer: str) -> None:
     assert not wrong
 
 
+def test_assets_do_not_import_each_other() -> None:
+    for file in sorted((ROOT / "assets").glob("*.py")):
+        found = (n.module or "" for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom))
+        assert {module for module in found if module.startswith("assets.")} <= {"assets.stage", "assets.pictures"}, file
+
+
 @pytest.mark.parametrize("module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "pipelines.cli"])
 def test_light_modules_do_not_load_heavy_ones(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"

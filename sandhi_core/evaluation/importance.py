@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sandhi_core.errors import EvaluationError
+from sandhi_core.errors import EvaluationError, of_model
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.packing import TokenSequence
 from sandhi_core.evaluation.resident import Resident
@@ -40,6 +40,7 @@ class Importance:
     below `inputs/`."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, evaluator: Evaluator) -> None:
+        self._model = fingerprint.model
         self._file = folder / "importance.safetensors"
         self._projections = [slot.tensor for slot in fingerprint.slots]
         weights = (t.name for t in fingerprint.tensors if t.name.endswith((".weight", ".bias")))
@@ -48,16 +49,18 @@ class Importance:
         self._found: Mapping[str, float] | None = None
 
     def of(self, tensor: str) -> float:
-        """What an error counts that is a part of what this tensor produces; 1 on the average of projections.
+        """What an error counts that is a part of what this tensor produces; 1 on the average of projections that
+        some token reaches.
 
         Raises EvaluationError where the questions cannot be scored, the model cannot be derived, or what was found
         cannot be kept.
         """
-        if self._found is None:
-            self._found = self._relative()
-        if tensor not in self._found:
-            raise EvaluationError("no question reaches this tensor", tensor=tensor, remedy=REMEDY)
-        return self._found[tensor]
+        with of_model(self._model):
+            if self._found is None:
+                self._found = self._relative()
+            if tensor not in self._found:
+                raise EvaluationError("no question reaches this tensor", tensor=tensor, remedy=REMEDY)
+            return self._found[tensor]
 
     def ready(self) -> bool:
         """Collect now what is missing; whether anything was. Raises as `of` does."""
@@ -66,7 +69,8 @@ class Importance:
         held = self._evaluator.originals()
         sequences = held.sequences(self._evaluator.suite, "profile")
         held.scorer.forget()  # its states' memory is wanted
-        found = importance(held, sequences, self._names)
+        with of_model(self._model):
+            found = importance(held, sequences, self._names)
         keep(self._file, {name: torch.tensor([value], dtype=torch.float64) for name, value in found.items()})
         return True
 
@@ -79,7 +83,8 @@ class Importance:
                 file=str(self._file),
                 remedy="give the artifact root space, and build again",
             )
-        mean = fmean(float(found[name]) for name in self._projections)
+        reached = [float(found[name]) for name in self._projections if name in found]
+        mean = fmean(reached) if reached else 0.0
         return {name: float(value) / mean if mean > 0 else 1.0 for name, value in found.items()}
 
 
@@ -89,7 +94,8 @@ def importance(
     """By tensor name E|g|^2 E|y|^2 / n over the tokens of `sequences`, under the weights that the model holds now; of a
     table that is the head too, as embeddings. Tensors that no sequence reaches are left out.
 
-    Raises EvaluationError where there is no sequence, or the model's code cannot be derived.
+    Raises EvaluationError where there is no sequence, the device's memory is too small, or the model's code cannot be
+    derived.
     """
     chosen = _evenly(sequences, tokens)
     if not chosen:
@@ -99,6 +105,9 @@ def importance(
         with _derived(held, names, sums):
             for batch in _batches(chosen):
                 _backward(held.model, batch, sums)
+    except torch.OutOfMemoryError:  # a RuntimeError too
+        message = "the device has no memory left to derive the model's answers"
+        raise EvaluationError(message, remedy=f"free memory of the device, or {REMEDY}") from None
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise EvaluationError(f"the model's answers cannot be derived: {reason}", remedy=REMEDY) from error

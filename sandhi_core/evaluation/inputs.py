@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sandhi_core.errors import EvaluationError
+from sandhi_core.errors import EvaluationError, of_model
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.importance import Importance
 from sandhi_core.evaluation.resident import Resident
@@ -41,6 +41,7 @@ class Inputs:
         self._folder = folder / self.key
         self.uses = Uses(self._folder, fingerprint, evaluator)
         self.importance = Importance(self._folder, fingerprint, evaluator)
+        self._model = fingerprint.model
         self._slots = fingerprint.slots
         self._evaluator = evaluator
         self._ready: set[str] = set()
@@ -56,6 +57,7 @@ class Inputs:
         if found is None:
             raise EvaluationError(
                 "what goes into this projection could not be kept",
+                model=self._model,
                 tensor=source,
                 file=str(self._folder),
                 remedy="give the artifact root space, and build again",
@@ -89,9 +91,10 @@ class Inputs:
     def _collect(self) -> None:
         missing = self._missing()
         held = self._evaluator.originals()
-        for source, gram in input_grams(held, self._evaluator.suite, "profile", missing):
-            blocks = {f"{number:04d}": block for number, block in enumerate(gram.blocks)}
-            keep(self._file(source), {**blocks, CENTRE: gram.centre})
+        with of_model(self._model):
+            for source, gram in input_grams(held, self._evaluator.suite, "profile", missing):
+                blocks = {f"{number:04d}": block for number, block in enumerate(gram.blocks)}
+                keep(self._file(source), {**blocks, CENTRE: gram.centre})
 
     def _kept(self, source: str) -> Gram | None:
         blocks = kept(self._file(source))

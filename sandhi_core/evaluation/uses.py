@@ -37,6 +37,7 @@ class Uses:
     model's own below `inputs/`."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, evaluator: Evaluator) -> None:
+        self._model = fingerprint.model
         self._folder = folder
         slots = {slot.tensor for slot in fingerprint.slots} | set(fingerprint.private)
         weights = (t.name for t in fingerprint.tensors if t.name.endswith((".weight", ".bias")))
@@ -52,6 +53,7 @@ class Uses:
         if found is None:
             raise EvaluationError(
                 "what this tensor acts on could not be kept, or no question reaches it",
+                model=self._model,
                 tensor=tensor,
                 file=str(self._folder),
                 remedy="give the artifact root space, or leave grouping.besides out, and build again",

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from sandhi_core.adapters import summary as stock_summary
 from sandhi_core.records import HoldoutTask, OperatingPoint, Trajectory
 from sandhi_core.report import notes
 from sandhi_core.report.data import ReportData, SlotState
@@ -114,10 +115,10 @@ def _stock_tile(data: ReportData) -> tuple[Tile, ...]:
         return ()
     if data.manifest is None or data.manifest.stock is None:
         return (Tile("Stock adapters", NOT_MEASURED, "nothing has been exported", "open"),)
-    plan = data.manifest.stock
-    detail = f"models are adapters of {count(len(plan.bases), 'base')}, for stock servers"
-    value = f"{len(plan.base_of)} of {len(data.manifest.models)}"
-    return (Tile("Stock adapters", value, detail, "plain" if plan.ordinary else "good"),)
+    plan = stock_summary(data.manifest.stock)
+    detail = f"models are adapters of {count(len(plan['bases']), 'base')}, for stock servers"
+    value = f"{plan['complete']} of {plan['models']}"
+    return (Tile("Stock adapters", value, detail, "plain" if plan["ordinary"] else "good"),)
 
 
 def stock_table(data: ReportData) -> Table | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-LADDER_VERSION = 3
+LADDER_VERSION = 4
 """Of everything between a plan and its ladder: changes whenever the same models and questions would give other
 moments, spectra or rungs, or another climb."""
 
@@ -31,9 +31,10 @@ class Bid(NamedTuple):
 Ranks = dict[str, Bid]
 """Tensor name to what is added there; a slot that is not named keeps its own matrix."""
 
-PRICES = tuple(2.0 ** (n / 4) for n in range(-80, 45))
+PRICES = tuple(2.0 ** (n / 4) for n in range(-240, 45))
 """Tried, from safe to bold: four to an octave. Error is a part of the slot's outputs (their mean squared length), or
-that of a slot on which answers depend as on the average one."""
+that of a slot on which answers depend as on the average one. The range is wide because a MiB takes off the less the
+larger a model is and the less it was fine-tuned; a bisection does not mind."""
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,17 @@ COARSE = 4
 """Rungs (of PRICES an octave) that the end of all margins but the last may be off by."""
 
 FINE = 2
-"""Rungs that two which are left to the holdout are apart, from where the largest margin ends up to the boldest."""
+"""Rungs that two which are left to the holdout are apart, from where the largest margin ends up to the boldest; more
+where that would take over FILLED of them."""
+
+FILLED = 12
+"""Rungs that are scored to fill that gap, at most."""
 
 SAFER = 4
 """Rungs that are left to the holdout below that: the first by COARSE, each next one by twice as many as the last."""
 
-MOST_SCORES = len(MARGINS) * len(PRICES).bit_length() + SAFER
-"""That a ladder may take, but for those that fill gaps between margins far apart."""
+MOST_SCORES = len(MARGINS) * len(PRICES).bit_length() - (len(MARGINS) - 1) * (COARSE.bit_length() - 1) + FILLED + SAFER
+"""That a ladder takes at most: a bisection a margin, of which all but the last stop early, and what fills the gaps."""
 
 T = TypeVar("T")
 
@@ -42,8 +46,8 @@ def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], boo
 
     Where no rung holds that is bolder than one which does not, the last margin ends at the boldest that holds, the
     others no more than COARSE rungs below; otherwise at one that holds and has a neighbour that does not. Then come
-    those for the holdout: FINE apart from where the largest margin ended that holds anywhere, and SAFER below. None is
-    scored twice.
+    those for the holdout: FINE apart, FILLED at most, from where the largest margin ended that holds anywhere, and
+    SAFER below. None is scored twice, and of as many rungs as there are PRICES no more than MOST_SCORES.
     """
     scored: dict[int, T] = {}
     low, ends = -1, list[int]()
@@ -65,10 +69,11 @@ def climb(rungs: int, score: Callable[[int], T], holds: Callable[[T, float], boo
 
 
 def _between(scored: Collection[int], safe: int, bold: int) -> list[int]:
-    """What is missing of rungs FINE apart from `bold` down to `safe`, and of SAFER more."""
+    """What is missing of rungs FINE apart (FILLED of them at most) from `bold` down to `safe`, and of SAFER more."""
     missing, at, safer = list[int](), bold, 0
+    fine = max(FINE, math.ceil((bold - safe) / FILLED))
     while at > 0 and (at > safe or safer < SAFER):
-        gap = FINE
+        gap = fine
         if at <= safe:
             gap = COARSE << safer
             safer += 1

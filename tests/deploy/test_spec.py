@@ -58,7 +58,7 @@ def test_what_was_proved_and_what_is_estimated_stay_apart() -> None:
     document = json.loads(found.canonical())
     for part in (document["memory"], *(server["memory"] for server in document["servers"])):
         assert part["estimated"] is True
-        assert "which stock vLLM does not do" in part["basis"]
+        assert "does on a CPU and stock vLLM does not" in part["basis"]
     assert any("not device memory" in note for note in found.notes)
     server = found.servers[0]
     assert (server.weights, server.steps, server.tasks["t"].merged) == ("w-b", 3, 0.89)

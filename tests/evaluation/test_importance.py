@@ -97,8 +97,9 @@ def test_it_is_collected_once_and_1_on_the_average_of_projections(
     assert fmean(made.of(slot.tensor) for slot in found.slots) == pytest.approx(1.0)
     monkeypatch.setattr(Evaluator, "originals", lambda self: pytest.fail("the model was asked again"))
     assert Importance(tmp_path, found, evaluator).of(found.slots[3].tensor) == made.of(found.slots[3].tensor)
-    with pytest.raises(EvaluationError, match="no question reaches this tensor"):
+    with pytest.raises(EvaluationError, match="no question reaches this tensor") as refused:
         made.of("model.layers.9.mlp.up_proj.weight")
+    assert refused.value.problem.model == "m"
 
 
 def test_of_many_answers_an_even_part_is_derived(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +130,41 @@ def test_what_cannot_be_derived_says_what_to_do(opened: Opened, monkeypatch: pyt
         hook.remove()
     assert "search.errors: outputs" in (caught.value.problem.remedy or "")
     assert all(p.requires_grad for p in held.model.parameters())
+
+
+def test_a_projection_without_tokens_is_refused_only_where_it_is_asked_for(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, found = opened
+    unreached = found.slots[0].tensor
+    real = importance
+    monkeypatch.setattr(
+        module, "importance", lambda held, s, names: real(held, s, [name for name in names if name != unreached])
+    )
+    made = Importance(tmp_path, found, evaluator)
+    assert fmean(made.of(slot.tensor) for slot in found.slots[1:]) == pytest.approx(1.0)
+    with pytest.raises(EvaluationError, match="no question reaches this tensor") as refused:
+        made.of(unreached)
+    assert (refused.value.problem.model, refused.value.problem.tensor) == ("m", unreached)
+
+
+def test_too_little_memory_is_not_taken_for_code_that_cannot_be_derived(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, found = opened
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "_backward", full)
+    with pytest.raises(EvaluationError, match="no memory left") as refused:
+        Importance(tmp_path, found, evaluator).of(found.slots[0].tensor)
+    assert refused.value.problem.model == "m" and "search.errors: outputs" in refused.value.problem.remedy
+
+
+def test_what_cannot_be_kept_names_the_model(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, found = opened
+    monkeypatch.setattr(module, "keep", lambda path, tensors: None)
+    with pytest.raises(EvaluationError, match="could not be kept") as refused:
+        Importance(tmp_path, found, evaluator).of(found.slots[0].tensor)
+    assert refused.value.problem.model == "m"

@@ -7,6 +7,7 @@ import torch
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError
+from sandhi_core.evaluation import inputs as module
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.inputs import Inputs, input_grams, read_by
 from sandhi_core.evaluation.layers import _Run
@@ -113,11 +114,21 @@ def test_what_is_ready_is_not_looked_for_again_and_takes_nobodys_model(
 
 
 def test_a_projection_that_no_question_reaches_is_named(
-    opened: tuple[Evaluator, Fingerprint], monkeypatch: pytest.MonkeyPatch
+    opened: tuple[Evaluator, Fingerprint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluator, found = opened
-    held = evaluator.originals()
     unused = torch.nn.Linear(4, 4)
-    monkeypatch.setattr(held, "module", lambda name: unused)
-    with pytest.raises(EvaluationError, match="no question reaches this projection"):
-        dict(input_grams(held, evaluator.suite, "profile", found.slots[:1]))
+    monkeypatch.setattr(evaluator.originals(), "module", lambda name: unused)
+    with pytest.raises(EvaluationError, match="no question reaches this projection") as refused:
+        Inputs(tmp_path, found, evaluator).gram(found.slots[0].tensor)
+    assert (refused.value.problem.model, refused.value.problem.tensor) == ("m", found.slots[0].tensor)
+
+
+def test_moments_that_cannot_be_kept_name_the_model(
+    opened: tuple[Evaluator, Fingerprint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, found = opened
+    monkeypatch.setattr(module, "keep", lambda path, tensors: None)
+    with pytest.raises(EvaluationError, match="could not be kept") as refused:
+        Inputs(tmp_path, found, evaluator).gram(found.slots[0].tensor)
+    assert refused.value.problem.model == "m"

@@ -92,6 +92,7 @@ def test_uses_are_collected_once_and_what_cannot_be_kept_is_an_error(
     monkeypatch.setattr(module, "keep", lambda path, tensors: None)
     with pytest.raises(EvaluationError, match="could not be kept") as refused:
         Inputs(tmp_path / "elsewhere", found, evaluator).uses.of(HEAD)
+    assert refused.value.problem.model == "m"
     assert refused.value.problem.tensor == HEAD and "grouping.besides" in refused.value.problem.remedy
 
 

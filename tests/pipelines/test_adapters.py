@@ -76,8 +76,8 @@ def test_the_assets_metadata_says_it_too(adapted: Line) -> None:
             event = instance.get_latest_materialization_event(dg.AssetKey(stage))
             assert event is not None and event.asset_materialization is not None
             metadata = event.asset_materialization.metadata
-            assert metadata["stock adapters"].value == 2
-            assert metadata["stock plan"].value == "2 of 4 models are adapters of one base"
+            assert metadata["stock complete"].value == 2
+            assert metadata["stock told"].value == "2 of 4 models are adapters of one base"
 
 
 def test_every_rung_is_of_residuals_within_the_limit(adapted: Line) -> None:

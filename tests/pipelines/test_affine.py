@@ -58,9 +58,16 @@ def test_our_loader_scores_the_export_as_reported(affine: Line, trained: Path, m
     rows = [r for r in rows if split_of(r, pool.evaluation.seed, pool.evaluation.splits) == "holdout"]
     right = sum(best_choice(net, tokenizer, row) == row["gold"] for row in rows)
     assert right / len(rows) == pytest.approx(affine.result["models"][model]["merged"], abs=1e-12)
-    if any(".row_scale" in name for name in read_manifest(directory.parent).models[model].tensors):
+
+
+def test_stock_loaders_refuse_models_with_vectors(affine: Line) -> None:
+    export = Path(affine.result["export"])
+    models = read_manifest(export).models.items()
+    scaled = [name for name, model in models if any(tensor.endswith(".row_scale") for tensor in model.tensors)]
+    assert scaled
+    for name in scaled:
         with pytest.raises(OSError, match="no file named"):
-            AutoModelForCausalLM.from_pretrained(directory)
+            AutoModelForCausalLM.from_pretrained(export / name)
 
 
 def test_lost_vectors_are_made_again_to_the_byte(affine: Line, tmp_path: Path) -> None:

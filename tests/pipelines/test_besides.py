@@ -119,6 +119,10 @@ def test_what_is_lost_is_made_again_to_the_byte(besides: Line, tmp_path: Path) -
 
 
 def test_the_report_and_a_dry_run_know_such_a_pool(besides: Line) -> None:
-    status, _, err = sandhi("report", besides.pool, "--root", besides.root)
+    status, out, err = sandhi("report", besides.pool, "--root", besides.root, "--json")
     assert status == 0, err
-    assert sandhi("build", besides.pool, "--root", besides.root, "--dry-run")[0] == 0
+    (page,) = json.loads(out)["reports"]
+    assert f"{besides.result['bytes']['claimed']:,}" in Path(page).read_text()
+    status, out, err = sandhi("build", besides.pool, "--root", besides.root, "--dry-run", "--json")
+    told = json.loads(out)
+    assert status == 0 and (told["stale"], told["waiting"], told["plan"]["evaluations"]) == ([], [], 0), err

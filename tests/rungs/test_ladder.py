@@ -1,17 +1,18 @@
 """The boldest rung that holds, with safer ones before it, in few scores; and the trajectory that is made of them."""
 
+import math
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.records import Adjustment, Evaluation, Plan, PlannedMerge, PlannedStep, Recipe, TaskResult
-from sandhi_core.rungs.allotment import Bid, Ranks
-from sandhi_core.rungs.ladder import COARSE, FINE, MARGINS, SAFER, climb, ladder
+from sandhi_core.rungs.allotment import PRICES, Bid, Ranks
+from sandhi_core.rungs.ladder import COARSE, FILLED, FINE, MARGINS, MOST_SCORES, SAFER, climb, ladder
 
 
 @given(st.lists(st.integers(0, 60), min_size=len(MARGINS), max_size=len(MARGINS)).map(sorted), st.integers(0, 60))
@@ -34,7 +35,9 @@ def test_the_holdout_starts_far_below_the_border_and_goes_in_small_strides(limit
     bold = max(limits) - 1
     safe = min((limit for limit in limits[:-1] if limit > COARSE), default=bold + 1) - 1
     held = sorted(at for at in scored if at <= bold)
-    assert all(after - before <= FINE for before, after in pairwise(at for at in held if at >= safe))
+    lowest = max(0, min((limit for limit in limits if limit), default=0) - COARSE)  # that may hold with some margin
+    apart = max(FINE, math.ceil((bold - lowest) / FILLED))
+    assert all(after - before <= apart for before, after in pairwise(at for at in held if at >= safe))
     assert all(after - before <= COARSE << SAFER - 1 for before, after in pairwise(held))
     assert not held or held[0] <= max(0, safe - 12)
 
@@ -50,10 +53,25 @@ def test_whatever_holds_nothing_is_scored_twice(room: list[float]) -> None:
         assert 0 in scored
 
 
-def test_a_border_of_150_rungs_takes_at_most_27_scores() -> None:
-    for border in range(150):
-        scored = climb(150, lambda at: at, lambda at, margin, border=border: at < border - 6 * margin)  # type: ignore[misc]
-        assert len(scored) <= 27
+limits_of_all = st.lists(st.integers(0, len(PRICES)), min_size=len(MARGINS), max_size=len(MARGINS)).map(sorted)
+
+
+@given(limits_of_all)
+@example([6, 6, 6, 125])  # FINE apart, some sixty would lie between margins that end so far apart
+@example([0, 60, 70, 95])
+def test_no_ladder_takes_more_scores_than_is_foretold(limits: list[int]) -> None:
+    holding = dict(zip(MARGINS, limits, strict=True))
+    assert len(climb(len(PRICES), lambda at: at, lambda at, margin: at < holding[margin])) <= MOST_SCORES
+
+
+def test_margins_near_each_other_take_two_dozen_scores_at_most() -> None:
+    most = 0
+    for border, *gaps in product(range(len(PRICES) + 1), *[(0, 3, 8)] * 3):
+        limits = [border - sum(gaps[at:]) for at in range(4)]
+        holding = dict(zip(MARGINS, limits, strict=True))
+        scored = climb(len(PRICES), lambda at: at, lambda at, margin, holding=holding: at < holding[margin])  # type: ignore[misc]
+        most = max(most, len(scored))
+    assert most <= 24
 
 
 def test_one_border_takes_no_more_than_a_bisection_and_the_safer_rungs() -> None:
