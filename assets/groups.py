@@ -87,6 +87,7 @@ def _measures(job: Job) -> Measures:
         distance,
         lambda model: bench.inputs(model).key,
         Evidence(candidate, lambda slot, recipe: offers(slot.model).shorten(slot.tensor, recipe)),
+        pool.evidence,
     )
 
 

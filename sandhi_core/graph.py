@@ -147,7 +147,7 @@ def own_inputs(
             "merging": pool.merging.model_dump(mode="json"),
             "gate": pool.profile.gate,
             # What decides the moments of inputs, and the files of bases, are in no record that groups are made from.
-            **({"weighing": [LADDER_VERSION, pool.search.errors, weighing]} if weighing else {}),
+            **({"weighing": [LADDER_VERSION, *pool.evidence, weighing]} if weighing else {}),
             **({"bases": [identity(pool, base) for base in pool.bases]} if pool.bases else {}),
         }
     if scope == "pool":

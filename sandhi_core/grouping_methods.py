@@ -17,12 +17,14 @@ from sandhi_core.rungs.choice import Choice, Evidence, choose
 @dataclass(frozen=True)
 class Measures:
     """What only weights and questions tell. `bases`: checkpoints of no model, by name; `distance`: the squared distance
-    of two slots' matrices; `inputs`: the name of the moments of a model's inputs; `evidence`: see choose."""
+    of two slots' matrices; `inputs`: the name of the moments of a model's inputs; `evidence`: see choose; `settings`:
+    what of a pool decides it (Pool.evidence)."""
 
     bases: Mapping[str, Fingerprint]
     distance: Callable[[Slot, Slot], float]
     inputs: Callable[[str], str]
     evidence: Evidence
+    settings: Sequence[object] = ()
 
 
 class Methods:
@@ -42,8 +44,8 @@ class Methods:
         if merging.plain:
             return ""
         bases = [[s.model_dump(mode="json") for s in b.slots] for b in self._bases.values()]
-        residuals = merging.residuals if merging.compares else None
-        return digest_of([merging.methods, merging.reform, residuals, bases])
+        settings = self._given.settings if self._given is not None else ()
+        return digest_of([merging.methods, merging.reform, settings, bases])
 
     def chosen(self, members: Sequence[Slot]) -> Choice | None:
         """The recipe of `members` (sorted by model and layer), who all contribute unless evidence leaves one out; None

@@ -242,6 +242,34 @@ def test_other_methods_are_noticed(merging: dict[str, Any], based: tuple[World, 
     assert {s for s, k in ran if k.startswith("p.")} >= {"groups"} and not stages(ran) & {"checkpoint", "profile"}
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"search": {"strategy": "ladder", "errors": "outputs"}},
+        {"deploy": {"adapters": {"max_rank": 8}}},
+        {"merging": {"methods": ["mean", "member"], "residuals": "none"}, "deploy": {"engine": "transformers"}},
+    ],
+)
+def test_what_decides_between_methods_is_noticed_by_groups_that_compare_them(changed: dict[str, Any]) -> None:
+    before: dict[str, Any] = {
+        "search": {"strategy": "ladder"},
+        "merging": {"methods": ["mean", "member"], "residuals": "low_rank"},
+        "deploy": {"adapters": {"max_rank": 64}},
+    }
+    built, models = World(), ["a", "b", "x"]
+    built.build(catalogue(make_pool("p", models, **before)), FILES)
+    ran = built.build(catalogue(make_pool("p", models, **before | changed)), FILES)
+    assert {k for s, k in ran if s == "groups"} == {"p.h8", "p.h16"}
+
+
+def test_what_decides_between_methods_leaves_a_single_one_alone() -> None:
+    built, merging = World(), {"methods": ["regmean"], "residuals": "low_rank"}
+    for errors, rank, expected in (("answers", 8, {"groups"}), ("outputs", 8, set()), ("outputs", 64, set())):
+        search, deploy = {"strategy": "ladder", "errors": errors}, {"adapters": {"max_rank": rank}}
+        pool = make_pool("p", ["a", "b", "x"], merging=merging, search=search, deploy=deploy)
+        assert stages(built.build(catalogue(pool), FILES)) & {"groups"} == expected
+
+
 edits: st.SearchStrategy[Callable[[set[str], Files], None]] = st.one_of(
     st.sampled_from(sorted(GROUPS)).map(lambda m: lambda models, files: models.add(m)),
     st.sampled_from(sorted(GROUPS)).map(lambda m: lambda models, files: models.discard(m)),

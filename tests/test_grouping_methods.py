@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -194,12 +195,20 @@ def test_changed_bytes_and_questions_are_pinned_anew_without_a_new_choice() -> N
         ({}, {"methods": ["regmean"]}),
         ({"methods": ["member"]}, {}),
         ({"methods": ["mean", "member"]}, {"methods": ["member", "mean"]}),
-        ({"methods": ["mean", "member"]}, {"methods": ["mean", "member"], "residuals": "low_rank"}),
     ],
 )
 def test_other_methods_form_everything_anew(before: dict[str, Any], after: dict[str, Any]) -> None:
     first = groups("abc", before, measures())
     assert groups("abc", after, measures(), first) == groups("abc", after, measures())
+
+
+def test_other_settings_of_what_is_compared_form_everything_anew() -> None:
+    compared = {"methods": ["mean", "member"]}
+    cheap = lambda method: lambda slot, recipe: 1e-3 if recipe.method == method else 1.0  # noqa: E731
+    first = groups("abc", compared, replace(measures(cheap("mean")), settings=["low_rank", "answers", 8]))
+    other = replace(measures(cheap("member")), settings=["low_rank", "answers", 64])
+    assert methods(first) == {"mean"}
+    assert groups("abc", compared, other, first) == groups("abc", compared, other) != first
 
 
 def test_another_base_forms_everything_anew() -> None:

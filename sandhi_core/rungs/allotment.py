@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-LADDER_VERSION = 2
+LADDER_VERSION = 3
 """Of everything between a plan and its ladder: changes whenever the same models and questions would give other
 moments, spectra or rungs, or another climb."""
 
