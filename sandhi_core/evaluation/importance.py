@@ -111,9 +111,10 @@ def importance(
 
 
 def _evenly(sequences: Sequence[TokenSequence], tokens: int) -> list[TokenSequence]:
-    """As many as have `tokens` tokens in all, spread over the whole."""
+    """As many as have `tokens` tokens in all, spread over the whole; one at least, if there is one."""
     stride = max(1.0, sum(len(s.tokens) for s in sequences) / tokens)
-    return [sequences[int(at * stride)] for at in range(int(len(sequences) / stride))]
+    count = min(max(int(len(sequences) / stride), 1), len(sequences))
+    return [sequences[int(at * stride)] for at in range(count)]
 
 
 def _batches(sequences: Sequence[TokenSequence]) -> Iterator[list[TokenSequence]]:

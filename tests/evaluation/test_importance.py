@@ -139,6 +139,13 @@ def test_of_many_answers_an_even_part_is_derived(opened: Opened, monkeypatch: py
     assert {s.tokens for s in derived} <= {s.tokens for s in sequences} and sequences[0] in derived
 
 
+def test_of_answers_with_longer_contexts_than_all_that_is_derived_one_is(opened: Opened) -> None:
+    evaluator, found = opened
+    held = evaluator.originals()
+    sequences, name = held.sequences(evaluator.suite, "profile"), found.slots[0].tensor
+    assert importance(held, sequences, [name], tokens=1) == importance(held, sequences[:1], [name])
+
+
 def test_what_cannot_be_derived_says_what_to_do(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, found = opened
     held = evaluator.originals()
