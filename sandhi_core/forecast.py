@@ -66,9 +66,11 @@ def forecast(
         for slot in fingerprint.slots:
             partners[slot.key, slot.layer].append(slot)
     shared = {place: slots for place, slots in partners.items() if len(slots) > 1}
-    # A component is walked where at least one of its projections has a partner.
+    beside = shared_beside(fingerprints) if pool.grouping.besides else {}
+    # A component is walked where at least one of its projections has a partner; a ladder asks whether there is any.
     steps = {
-        m: {(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared} for m, f in fingerprints.items()
+        m: len({(s.component, s.layer) for s in f.slots if (s.key, s.layer) in shared} or beside.get(m, ()))
+        for m, f in fingerprints.items()
     }
     places = {m: sum((s.key, s.layer) in shared for s in f.slots) for m, f in fingerprints.items()}
     merging, ladder = pool.merging, pool.search.strategy == "ladder"
@@ -79,7 +81,7 @@ def forecast(
     for stage, key in stale:
         models = [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]
         read += READS.get(stage, 0) * sum(fingerprints[m].nbytes for m in models)
-        evaluations += sum(_evaluations(stage, len(steps[m]), fingerprints[m].layers, pool) for m in models)
+        evaluations += sum(_evaluations(stage, steps[m], fingerprints[m].layers, pool) for m in models)
         if stage == "trajectory" and ladder:
             written += 0 if grouped else sum(ladder_bytes(fingerprints[m], pool) for m in models)
             decompositions += sum(places[m] for m in models) * ((not grouped) + (merging.affine == "rows"))
@@ -115,6 +117,17 @@ def forecast(
             if reason
         ),
     )
+
+
+def shared_beside(fingerprints: Mapping[str, Fingerprint]) -> dict[str, set[str]]:
+    """By model, its tensors beside the projections that another model has by the same name, of one shape and dtype: at
+    most these can be shared where a pool asks for it."""
+    found: dict[str, set[tuple[str, tuple[int, ...], str]]] = {}
+    for model, fingerprint in fingerprints.items():
+        never = {slot.tensor for slot in fingerprint.slots} | set(fingerprint.private)
+        found[model] = {(t.name, t.shape, t.dtype) for t in fingerprint.tensors if t.name not in never}
+    met = Counter(tensor for tensors in found.values() for tensor in tensors)
+    return {model: {t[0] for t in tensors if met[t] > 1} for model, tensors in found.items()}
 
 
 def _group_keys(catalogue: Catalogue, pool: Pool) -> list[str]:

@@ -1,5 +1,6 @@
 """What a pool that compares methods is told beforehand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from sandhi_core.forecast import Forecast, forecast, ladder_bytes, tensors_tried
 from sandhi_core.graph import Catalogue
 from sandhi_core.pool import Pool
+from sandhi_core.preflight_pool import check_pool
+from sandhi_core.rungs.ladder import MOST_SCORES
 from tests.synthetic import PROJECTIONS, fingerprint
 from tests.test_graph import make_pool
 
@@ -63,6 +66,21 @@ def test_what_lies_beside_is_read_by_groups_and_seen_in_use_by_ladders_whatever_
         assert both[1].bytes_read - both[0].bytes_read == sum(beside)
         assert both[1].bytes_written - both[0].bytes_written == max(beside)
         assert both[1].decompositions == both[0].decompositions
+
+
+def test_models_that_share_nothing_but_norms_climb_a_ladder_too() -> None:
+    prints = {"a": fingerprint("a"), "b": fingerprint("b")}
+    apart = tuple(s.model_copy(update={"key": f"{s.key}, b's own"}) for s in prints["b"].slots)
+    prints["b"] = prints["b"].model_copy(update={"slots": apart})
+    found = {}
+    for kinds in ([], ["norms"]):
+        pool = make_pool("p", "ab", search=LADDER, grouping={"besides": kinds})
+        catalogue = Catalogue({"p": pool}, dict.fromkeys("ab", "g"))
+        stale = [node for node in catalogue.graph() if node[0] == "holdout"]
+        found[len(kinds)] = forecast(catalogue, pool, prints, stale).evaluations
+        told = {p.code for p in check_pool(pool, prints, None, Path("/"))}
+        assert ("no-partner" in told) == (not kinds)
+    assert found == {0: 2, 1: 2 * (1 + MOST_SCORES)}
 
 
 @pytest.mark.parametrize(
