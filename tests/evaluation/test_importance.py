@@ -79,9 +79,7 @@ def test_it_is_what_autograd_gives_one_sequence_after_the_other(opened: Opened) 
         assert got[name] == pytest.approx(by_hand(held.model, held.module(name), sequences), rel=1e-3)
 
 
-def test_as_many_positions_as_heads_are_not_mistaken_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_positions_as_heads_are_not_mistaken_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny("gemma3_text", tmp_path / "m")
     settings = EvaluationSettings(device="cpu", dtype="float32", threads=1)
     held = Resident(directory, "m", settings)
