@@ -16,7 +16,7 @@ demo: .venv/installed
 	$(BIN)/sandhi build pools/demo.yaml
 
 test: lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

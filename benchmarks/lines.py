@@ -118,6 +118,6 @@ def built(name: str, pool: Pool, sections: Sections, folder: Path) -> Outcome:
     }
     saved = points.deployed.savings
     outcome = Outcome(name, saved.net, saved.checkpoint_bytes, losses, sum(answer["evaluations"].values()), spent)
-    if answer.get("stock") is not None:
-        outcome.notes.append(str(answer["stock"]))
+    if (stock := answer["pools"][pool.name]["stock"]) is not None:
+        outcome.notes.append(stock["told"])
     return outcome

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.lines import LADDER, built, varied
+from benchmarks.lines import LADDER, Sections, built, varied
 from benchmarks.rows import table
 from benchmarks.ways import say
 from resources.bench import Bench
@@ -44,14 +44,20 @@ class Model:
     fingerprint: Fingerprint
     profile: Profile
     plan: Plan
-    candidates: Candidates
+    candidates: Candidates  # errors as parts of the slots' outputs
+    importance: Callable[[str], float]
     assigned: Callable[[Ranks], Assignment]
     score: Callable[[Split, Assignment], Evaluation]
     tolerance: Mapping[str, float]
 
 
-def one_price(model: Model) -> Rungs:
-    """What Sandhi does: the error that a MiB must take off, the same in every slot."""
+def by_answers(model: Model) -> Rungs:
+    """What Sandhi does: one price, the error that a MiB must take off; errors count by what the answers depend on."""
+    return _weighted(model, model.importance)
+
+
+def by_outputs(model: Model) -> Rungs:
+    """One price, with all errors as parts of their own slot's outputs."""
     return distinct(model.candidates, PRICES)
 
 
@@ -69,23 +75,26 @@ def one_error(model: Model) -> Rungs:
     return _each_once((limit, {n: _within(c, limit) for n, c in model.candidates.items()}) for limit in limits)
 
 
-def price_and_noise(model: Model) -> Rungs:
-    """One price, but errors count as much as the noise profile says of their component."""
+def by_noise(model: Model) -> Rungs:
+    """One price; errors count by what noise in their component cost the model."""
     drops = {(s.component, s.layer): max(s.drop, 0.0) for s in model.profile.sensitivities}
     mean = sum(drops.values()) / len(drops) or 1.0
     component = {slot.tensor: (slot.component, slot.layer) for slot in model.fingerprint.slots}
-    weighted = {
-        name: replace(c, squares=c.squares * max(drops[component[name]] / mean, LEAST_SENSITIVITY))
-        for name, c in model.candidates.items()
-    }
+    return _weighted(model, lambda name: max(drops[component[name]] / mean, LEAST_SENSITIVITY))
+
+
+def _weighted(model: Model, counts: Callable[[str], float]) -> Rungs:
+    weighted = {n: replace(c, squares=c.squares * counts(n)) for n, c in model.candidates.items()}
     return distinct(weighted, PRICES)
 
 
+BY_NOISE = "one price, errors by noise profile"
 WAYS: Mapping[str, Callable[[Model], Rungs]] = {
-    "one price": one_price,
+    "one price, errors by answers": by_answers,
+    "one price, errors by outputs": by_outputs,
+    BY_NOISE: by_noise,
     "one error": one_error,
     "one rank": one_rank,
-    "one price, noise profile": price_and_noise,
 }
 
 
@@ -145,6 +154,7 @@ def opened(pool: Pool, bench: Bench, entry: ModelEntry) -> Model:
         bench.artifacts.load(Profile, "profile", entry.name),
         plan,
         {name: offer.candidate for name, offer in offers.items()},
+        bench.inputs(entry.name).importance.of,
         partial(offering.assigned, offers),
         lambda split, assignment: evaluator.evaluate(split, merged_weights(fingerprint, assignment, bench.store)),
         pool.tolerance(entry),
@@ -167,7 +177,7 @@ def compared(pool: Pool, bench: Bench) -> str:
             saved = savings({name: one.deployed(quality) for name, one in models.items()}, fingerprints)
             shares.append(f"{100 * saved.net / saved.checkpoint_bytes:.1f} %")
         evaluations = sum(one.trajectory.evaluations for one in models.values())
-        profiled = sum(2 * f.layers for f in fingerprints.values()) if way == "one price, noise profile" else 0
+        profiled = sum(2 * f.layers for f in fingerprints.values()) if way == BY_NOISE else 0
         lines.append((way, *shares, str(evaluations), str(profiled)))
     return table(("one number a model", "point", "certified", "evaluations", "of a noise profile"), lines)
 
@@ -179,7 +189,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where strategies-POOL.txt is kept")
     options = parser.parse_args(arguments)
     pool = load_pool(options.pool)
-    sections = {**LADDER, "profile": {"noise": True}, "holdout": {"quality": "point"}}
+    sections: Sections = {
+        **LADDER,
+        "profile": {"noise": True},
+        "search": {"strategy": "ladder", "errors": "outputs"},
+        "holdout": {"quality": "point"},
+    }
     with tempfile.TemporaryDirectory(prefix="sandhi-strategies-") as name:
         folder = Path(name)
         built("ladder", pool, sections, folder)

@@ -10,6 +10,7 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import yaml  # noqa: E402
+from filelock import FileLock  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("sandhi", deadline=None)  # correctness tests never depend on time
@@ -28,7 +29,8 @@ def trained() -> Path:
     folder = CHECKOUT / ".sandhi-demo" / "fixture"
     folder.parent.mkdir(exist_ok=True)
     make = [sys.executable, "-m", "demo.make_pool", str(folder), "--size", "fixture"]
-    subprocess.run(make, cwd=CHECKOUT, check=True, capture_output=True)
+    with FileLock(folder.with_suffix(".lock")):  # tests run in two processes
+        subprocess.run(make, cwd=CHECKOUT, check=True, capture_output=True)
     return folder
 
 

@@ -14,9 +14,9 @@ RESERVE = 0.1
 BASIS = (
     f"arithmetic, not a measurement: device memory, less {RESERVE:.0%} for activations, CUDA graphs and "
     "contexts, less the weights of all models, divided equally among them; a token takes 2 * layers * kv "
-    "heads * head size * bytes of the dtype. `before`: stock vLLM, where every server holds a private copy "
-    "of all its weights. `after`: only for servers that map shared tensors once for all models, which stock "
-    "vLLM does not do; sharing on a device was not measured"
+    "heads * head size * bytes of the dtype. `before`: every server holds a private copy of all its weights, as "
+    "stock vLLM does. `after`: only for servers that map shared tensors once for all models, which "
+    "sandhi_core.serving.load does on a CPU and stock vLLM does not; sharing on a device was not measured"
 )
 
 
