@@ -125,9 +125,13 @@ def _same_checkpoint(pool: Pool) -> Iterator[Problem]:
 
 
 def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:
-    """Models none of whose projections another model has in the same shape, dtype and meaning."""
+    """Models none of whose projections another model has in the same shape, dtype and meaning, nor where the pool asks
+    for it anything beside them."""
+    beside = shared_beside(fingerprints) if pool.grouping.besides else {}
     keys = {model: {slot.key for slot in f.slots} for model, f in fingerprints.items()}
     for model, own in keys.items():
+        if beside.get(model):
+            continue
         if len(pool.models) == len(keys) and not any(own & theirs for m, theirs in keys.items() if m != model):
             alone = "is the only model" if len(keys) == 1 else "agrees with no other model in any projection"
             yield _problem(

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from sandhi_core.assignment import Assignment
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.conditions import conditions, dtype_of
@@ -79,6 +81,10 @@ class Evaluator:
         cache_directory: Path,
         evaluated: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        if settings.threads is not None:
+            # Not only where a model is loaded: what is computed from answers that are known already (decompositions)
+            # would have other bits in a build that goes on than in one that was never stopped.
+            torch.set_num_threads(settings.threads)
         self._directory = directory
         self.original = Weights(weights_key(fingerprint.digest, {}))
         self._entry = entry

@@ -122,9 +122,10 @@ def importance(
 
 
 def _evenly(sequences: Sequence[TokenSequence], tokens: int) -> list[TokenSequence]:
-    """As many as have `tokens` tokens in all, spread over the whole."""
+    """As many as have `tokens` tokens in all, spread over the whole; one at least, if there is one."""
     stride = max(1.0, sum(len(s.tokens) for s in sequences) / tokens)
-    return [sequences[int(at * stride)] for at in range(int(len(sequences) / stride))]
+    count = min(max(int(len(sequences) / stride), 1), len(sequences))
+    return [sequences[int(at * stride)] for at in range(count)]
 
 
 def _batches(sequences: Sequence[TokenSequence]) -> Iterator[list[TokenSequence]]:
@@ -151,14 +152,19 @@ class _Sums:
         self.size: dict[str, int] = {}
 
     def given(self, name: str, output: Tensor) -> None:
-        rows = output.detach()[self.mask]
+        rows = self._rows(output.detach())
         self.outputs[name] += _squares(rows)
         self.count[name] += len(rows)
-        self.size[name] = output.shape[-1]
+        self.size[name] = rows[0].numel()
         output.register_hook(lambda gradient: self.derived(name, gradient))  # type: ignore[no-untyped-call]
 
     def derived(self, name: str, gradient: Tensor) -> None:
-        self.gradients[name] += _squares(gradient[self.mask])
+        self.gradients[name] += _squares(self._rows(gradient))
+
+    def _rows(self, values: Tensor) -> Tensor:
+        """Those of `values` [sequences, positions, ...] that are no padding; norms within heads are run with these
+        before positions (gemma3) or after (qwen3)."""
+        return (values if values.shape[:2] == self.mask.shape else values.transpose(1, 2))[self.mask]
 
 
 def _squares(values: Tensor) -> float:
@@ -189,7 +195,9 @@ def _derived(held: Resident, names: Sequence[str], sums: _Sums) -> Iterator[None
 
 
 def _backward(model: Any, batch: Sequence[TokenSequence], sums: _Sums) -> None:
-    width = max(len(s.tokens) for s in batch)
+    width, config = max(len(s.tokens) for s in batch), model.config
+    while width in (config.num_attention_heads, config.num_key_value_heads):
+        width += 1  # or positions could not be told from heads
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     mask, at = torch.zeros(len(batch), width, dtype=torch.bool), torch.full((len(batch), width), -1)
     for row, sequence in enumerate(batch):

@@ -162,6 +162,16 @@ def test_another_task_is_another_score(tmp_path: Path, model: Path, changed: str
     assert other.evaluations == 1
 
 
+def test_threads_are_set_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
+    choice_task(tmp_path / "tasks")
+    before = torch.get_num_threads()
+    try:
+        made = evaluator(tmp_path, model, entry(model, ("letters", "acc")), threads=before + 1)
+        assert torch.get_num_threads() == before + 1 and made.resident is None
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_threads_and_the_folder_of_the_tasks_do_not_make_another_score(tmp_path: Path, model: Path) -> None:
     asked = entry(model, ("letters", "acc"))
     choice_task(tmp_path / "tasks")

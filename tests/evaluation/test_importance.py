@@ -12,6 +12,7 @@ from sandhi_core.evaluation import importance as module
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.importance import Importance, importance
 from sandhi_core.evaluation.packing import TokenSequence
+from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Fingerprint
@@ -22,7 +23,7 @@ from tests.models import tiny
 Opened = tuple[Evaluator, Fingerprint]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3_text", "qwen3"])
 def opened(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Opened:
     folder = tmp_path_factory.mktemp("importance")
     directory = tiny(request.param, folder / "m", num_hidden_layers=2)
@@ -51,12 +52,19 @@ def by_hand(model: torch.nn.Module, layer: torch.nn.Module, sequences: list[Toke
         logits = model(torch.tensor([sequence.tokens])).logits[0, -len(sequence.targets) :]
         chances = logits.log_softmax(-1)[torch.arange(len(sequence.targets)), list(sequence.targets)]
         chances.sum().backward()  # type: ignore[no-untyped-call]
-        gradients.append(outputs[-1].grad[0])
+        gradients.append(outputs[-1].grad)
     hook.remove()
     model.zero_grad()
-    rows, slopes = torch.cat([o[0].detach() for o in outputs]), torch.cat(gradients)
+    counts = [len(s.tokens) for s in sequences]
+    rows, slopes = (torch.cat(list(map(by_token, found, counts))) for found in (outputs, gradients))
     product = rows.square().sum(1).mean() * slopes.square().sum(1).mean() / rows.shape[1]
     return float(product)
+
+
+def by_token(values: torch.Tensor, tokens: int) -> torch.Tensor:
+    """All heads of a token in one row, wherever they stand; no sequence here has as many tokens as heads."""
+    (found,) = values.detach()
+    return (found if len(found) == tokens else found.transpose(0, 1)).flatten(1)
 
 
 def test_it_is_what_autograd_gives_one_sequence_after_the_other(opened: Opened) -> None:
@@ -64,10 +72,23 @@ def test_it_is_what_autograd_gives_one_sequence_after_the_other(opened: Opened) 
     held = evaluator.originals()
     sequences = held.sequences(evaluator.suite, "profile")[:40:3]
     names = [slot.tensor for slot in found.slots] + ["model.norm.weight", "model.embed_tokens.weight"]
-    got = importance(held, sequences, names)
-    assert set(got) == set(names)
-    for name in names[::3] + names[-2:]:
+    in_heads = [t.name for t in found.tensors if "q_norm" in t.name or "k_norm" in t.name]
+    got = importance(held, sequences, names + in_heads)
+    assert set(got) == set(names + in_heads)
+    for name in names[::3] + names[-2:] + in_heads:
         assert got[name] == pytest.approx(by_hand(held.model, held.module(name), sequences), rel=1e-3)
+
+
+def test_as_many_positions_as_heads_are_not_mistaken_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny("gemma3_text", tmp_path / "m")
+    settings = EvaluationSettings(device="cpu", dtype="float32", threads=1)
+    held = Resident(directory, "m", settings)
+    heads = held.model.config.num_attention_heads
+    sequences = [TokenSequence(tuple(range(5, 5 + n)), (7,)) for n in (heads, heads - 2)]
+    name = "model.layers.0.self_attn.q_norm.weight"
+    together = importance(held, sequences, [name])
+    monkeypatch.setattr(module, "BATCH", 1)  # nothing is padded for another's sake
+    assert together[name] == pytest.approx(importance(held, sequences, [name])[name], rel=1e-4)
 
 
 def test_answers_are_what_is_scored_and_what_the_model_writes(opened: Opened) -> None:
@@ -115,6 +136,13 @@ def test_of_many_answers_an_even_part_is_derived(opened: Opened, monkeypatch: py
     importance(held, sequences, [found.slots[0].tensor], tokens=total // 3)
     assert len(derived) == pytest.approx(len(sequences) / 3, abs=1.5)
     assert {s.tokens for s in derived} <= {s.tokens for s in sequences} and sequences[0] in derived
+
+
+def test_of_answers_with_longer_contexts_than_all_that_is_derived_one_is(opened: Opened) -> None:
+    evaluator, found = opened
+    held = evaluator.originals()
+    sequences, name = held.sequences(evaluator.suite, "profile"), found.slots[0].tensor
+    assert importance(held, sequences, [name], tokens=1) == importance(held, sequences[:1], [name])
 
 
 def test_what_cannot_be_derived_says_what_to_do(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
