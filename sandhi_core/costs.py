@@ -47,6 +47,7 @@ class Costs:
         self._shared = met(fingerprints.values())
         places = {slot for slots in self._shared.values() for slot in slots}
         self._places = {m: [s for s in f.slots if s in places] for m, f in fingerprints.items()}
+        self._beside = met_beside(fingerprints) if pool.grouping.besides else set[str]()
 
     def of(self, stage: str, models: Collection[str]) -> Cost:
         """That of one stage for some of the models (of `groups`: the members of one partition)."""
@@ -135,7 +136,7 @@ class Costs:
         """A gallop may pay twice for a step that it rejects."""
         steps = self._steps(model)
         if self._ladder:
-            return MOST_SCORES if steps else 0
+            return MOST_SCORES if steps or model in self._beside else 0
         return steps * (2 if self._pool.search.stride == "gallop" else 1)
 
 
@@ -154,12 +155,21 @@ def met(fingerprints: Iterable[Fingerprint]) -> dict[tuple[str, int], list[Slot]
 
 def besides_met(fingerprints: Iterable[Fingerprint]) -> list[list[TensorInfo]]:
     """Likewise of tensors that are no projections: at most all with one name and shape."""
-    found: dict[tuple[object, ...], list[TensorInfo]] = defaultdict(list)
+    return [[tensor for _, tensor in alike] for alike in _alike_beside(fingerprints)]
+
+
+def met_beside(fingerprints: Mapping[str, Fingerprint]) -> set[str]:
+    """The models that have such a tensor."""
+    return {model for alike in _alike_beside(fingerprints.values()) for model, _ in alike}
+
+
+def _alike_beside(fingerprints: Iterable[Fingerprint]) -> list[list[tuple[str, TensorInfo]]]:
+    found: dict[tuple[object, ...], list[tuple[str, TensorInfo]]] = defaultdict(list)
     for fingerprint in fingerprints:
-        slots = {slot.tensor for slot in fingerprint.slots}
+        never = {slot.tensor for slot in fingerprint.slots} | set(fingerprint.private)
         for t in fingerprint.tensors:
-            if t.name not in slots:
-                found[t.name, t.shape, t.dtype].append(t)
+            if t.name not in never:
+                found[t.name, t.shape, t.dtype].append((fingerprint.model, t))
     return [alike for alike in found.values() if len(alike) > 1]
 
 

@@ -59,17 +59,6 @@ def forecast(
     )
 
 
-def shared_beside(fingerprints: Mapping[str, Fingerprint]) -> dict[str, set[str]]:
-    """By model, its tensors beside the projections that another model has by the same name, of one shape and dtype: at
-    most these can be shared where a pool asks for it."""
-    found: dict[str, set[tuple[str, tuple[int, ...], str]]] = {}
-    for model, fingerprint in fingerprints.items():
-        never = {slot.tensor for slot in fingerprint.slots} | set(fingerprint.private)
-        found[model] = {(t.name, t.shape, t.dtype) for t in fingerprint.tensors if t.name not in never}
-    met = Counter(tensor for tensors in found.values() for tensor in tensors)
-    return {model: {t[0] for t in tensors if met[t] > 1} for model, tensors in found.items()}
-
-
 def _group_keys(catalogue: Catalogue, pool: Pool) -> list[str]:
     return [key for key in catalogue.keys("group") if key.partition(".")[0] == pool.name]
 

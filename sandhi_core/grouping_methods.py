@@ -17,14 +17,12 @@ from sandhi_core.rungs.choice import Choice, Evidence, choose
 @dataclass(frozen=True)
 class Measures:
     """What only weights and questions tell. `bases`: checkpoints of no model, by name; `distance`: the squared distance
-    of two slots' matrices; `inputs`: the name of the moments of a model's inputs; `evidence`: see choose; `settings`:
-    what of a pool decides it (Pool.evidence)."""
+    of two slots' matrices; `inputs`: the name of the moments of a model's inputs; `evidence`: see choose."""
 
     bases: Mapping[str, Fingerprint]
     distance: Callable[[Slot, Slot], float]
     inputs: Callable[[str], str]
     evidence: Evidence
-    settings: Sequence[object] = ()
 
 
 class Methods:

@@ -305,13 +305,6 @@ class Pool(Section):
     def bases(self) -> tuple[Base, ...]:
         return tuple(Base(f"merging.bases[{at}]", path) for at, path in enumerate(self.merging.bases))
 
-    @property
-    def evidence(self) -> tuple[object, ...]:
-        """What of the settings decides which of several methods costs a group least, as plain JSON; empty where none
-        are compared."""
-        rank = self.deploy.adapters.max_rank if self.deploy.adapters is not None else None
-        return (self.merging.residuals, self.search.errors, rank) if self.merging.compares else ()
-
     def tolerance(self, model: ModelEntry) -> dict[str, float]:
         """Per task the drop up to which the search accepts a step: budgets scaled so that the model's largest
         becomes `search.tolerance` (which is that largest budget unless set)."""

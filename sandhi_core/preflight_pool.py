@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from sandhi_core.checkpoint import resolve
-from sandhi_core.costs import Costs, besides_met, met, total
+from sandhi_core.costs import Costs, besides_met, met, met_beside, total
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.graph import STAGES
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
@@ -127,10 +127,10 @@ def _same_checkpoint(pool: Pool) -> Iterator[Problem]:
 def _partners(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:
     """Models none of whose projections another model has in the same shape, dtype and meaning, nor where the pool asks
     for it anything beside them."""
-    beside = shared_beside(fingerprints) if pool.grouping.besides else {}
+    beside = met_beside(fingerprints) if pool.grouping.besides else set()
     keys = {model: {slot.key for slot in f.slots} for model, f in fingerprints.items()}
     for model, own in keys.items():
-        if beside.get(model):
+        if model in beside:
             continue
         if len(pool.models) == len(keys) and not any(own & theirs for m, theirs in keys.items() if m != model):
             alone = "is the only model" if len(keys) == 1 else "agrees with no other model in any projection"

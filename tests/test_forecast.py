@@ -1,6 +1,7 @@
 """What a pool that compares methods is told beforehand."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +135,18 @@ def test_costs_of_all_stages_are_what_a_build_from_nothing_takes() -> None:
 )
 def test_shared_tensors_of_a_group_of_five(merging: dict[str, Any], tried: int) -> None:
     assert tensors_tried(5, _pool(merging)) == tried
+
+
+def test_models_that_share_nothing_but_norms_climb_a_ladder_too() -> None:
+    prints = {"a": fingerprint("a"), "b": fingerprint("b")}
+    apart = tuple(s.model_copy(update={"key": f"{s.key}, b's own"}) for s in prints["b"].slots)
+    prints["b"] = prints["b"].model_copy(update={"slots": apart})
+    found = {}
+    for kinds in ([], ["norms"]):
+        pool = make_pool("p", "ab", search=LADDER, grouping={"besides": kinds})
+        catalogue = Catalogue({"p": pool}, dict.fromkeys("ab", "g"))
+        stale = [node for node in catalogue.graph() if node[0] == "holdout"]
+        found[len(kinds)] = forecast(catalogue, pool, prints, stale).evaluations
+        told = {p.code for p in check_pool(pool, prints, None, Path("/"))}
+        assert ("no-partner" in told) == (not kinds)
+    assert found == {0: 2, 1: 2 * (1 + MOST_SCORES)}

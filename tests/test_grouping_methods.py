@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
