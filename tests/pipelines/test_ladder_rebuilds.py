@@ -17,8 +17,9 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from sandhi_core.artifacts import Artifacts
 from sandhi_core.layout import read_manifest
-from sandhi_core.records import MemoryComparison
+from sandhi_core.records import MemoryComparison, OperatingPoints
 from sandhi_core.sharing import prove
 from tests.conftest import CHECKOUT
 from tests.evaluation.local_tasks import choice_task
@@ -145,7 +146,13 @@ def test_a_joining_model_is_all_that_is_scored(pair: Line, trio: Line) -> None:
     assert ran(trio.document) == new | {GROUP} | plans | POOL_STAGES
     evaluations = trio.document["evaluations"]
     assert evaluations["a"] == evaluations["b"] == 0 < evaluations["c"]
-    for model in "ab":
+    before, after = (
+        Artifacts(line.root).load(OperatingPoints, "operating_points", "tiny").deployed for line in (pair, trio)
+    )
+    # What a cutoff is worth depends on who else shares: another one that held before may be deployed now.
+    stayed = [model for model in "ab" if after.cutoffs[model] == before.cutoffs[model]]
+    assert stayed and after.savings.net > before.savings.net
+    for model in stayed:
         assert tensors(trio.document, model) == tensors(pair.document, model)
 
 
