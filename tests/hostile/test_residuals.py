@@ -174,6 +174,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str | None, str]] = {
     "vectors by stock names, without factors": (
         lambda d: (
             shard(d, without=(A, B, *factor_names(UP))),
+            (d / "adapter_model.sandhi").unlink(),
             by_stock_names(d),
         ),
         S,
