@@ -77,16 +77,21 @@ def varied(pool: Pool, sections: Sections, file: Path) -> Path:
     return file
 
 
+def offered(way: Way, bases: Sequence[Path]) -> Sections:
+    """What a way's pool file says where the models have these bases."""
+    merging = dict(way.sections.get("merging", {}))
+    if way.bases and bases:
+        merging["bases"] = [str(base) for base in bases]
+    elif way.bases:
+        merging["methods"] = [method for method in merging["methods"] if method != "base"]
+    return {**way.sections, "merging": merging}
+
+
 def rows(name: str, pool: Pool, bases: Sequence[Path], folder: Path) -> Iterator[Outcome]:
     """A way's rows, one a quality; those after the first are built on from it, and say what both took together."""
     way, spent, evaluations = WAYS[name], 0.0, 0
-    merging = dict(way.sections.get("merging", {}))
-    if way.bases:
-        merging["bases"] = [str(base) for base in bases]
-        if not bases:
-            merging["methods"] = [method for method in merging["methods"] if method != "base"]
     for quality in way.qualities:
-        sections = {**way.sections, "merging": merging, "holdout": {"quality": quality}}
+        sections = {**offered(way, bases), "holdout": {"quality": quality}}
         outcome = built(f"{name}, {quality}" if len(way.qualities) > 1 else name, pool, sections, folder)
         spent, evaluations = spent + outcome.seconds, evaluations + outcome.evaluations
         yield replace(outcome, seconds=spent, evaluations=evaluations)
