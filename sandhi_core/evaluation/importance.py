@@ -108,7 +108,7 @@ def importance(
     except torch.OutOfMemoryError:  # a RuntimeError too
         message = "the device has no memory left to derive the model's answers"
         raise EvaluationError(message, remedy=f"free memory of the device, or {REMEDY}") from None
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise EvaluationError(f"the model's answers cannot be derived: {reason}", remedy=REMEDY) from error
     found = {
