@@ -1,41 +1,31 @@
-"""What models really take in memory: real processes hold them, the kernel says what their weight files cost.
+"""What models really take in memory: the kernel says what their weight files cost the processes that serve them.
 
 Proportional set size (proc(5), /proc/PID/smaps) splits a page evenly among the processes that map it, so its
 sum over processes counts a shared page once. Only mappings of the models' weight files are read: the rest of
 a process (its libraries) is the same whatever the weights are. Linux only.
 """
 
-import json
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
-from sandhi_core.errors import ProofError
-from sandhi_core.records import MemoryComparison, ProcessMemory
+from sandhi_core.records import ProcessMemory
 from sandhi_core.survey_files import SUFFIXES
 
-ENGINE = "transformers (sandhi_core.serving.load), one process a model, CPU"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
-_FIELDS = ("Rss", "Pss", "Private_Dirty")
+_FIELDS = ("Rss", "Pss", "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")
 Identity = tuple[str, int]
 """A file: device as in /proc/PID/maps, and inode."""
-_GRACE = 10.0  # seconds that processes get to end by themselves
 
 
 class Span(NamedTuple):
-    """One mapping of a process; sizes in bytes."""
+    """One mapping of a process; sizes in bytes. `rss` is `shared`, pages that some other mapping has too, and
+    `private`, of which `private_dirty` were written to and are copies."""
 
     start: int
     end: int
@@ -44,12 +34,14 @@ class Span(NamedTuple):
     path: str
     rss: int
     pss: int
+    shared: int
+    private: int
     private_dirty: int
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """A directory's safetensors files and their sizes in bytes. They are recognised in a process by device
+    """The weight files of directories and their sizes in bytes. They are recognised in a process by device
     and inode, or else by path: some file systems show stat another device than they show in /proc."""
 
     identities: frozenset[Identity]
@@ -62,9 +54,10 @@ class WeightFiles:
         return identity if identity in self.identities else self.paths.get(span.path)
 
 
-def weight_files(directory: Path) -> WeightFiles:
+def weight_files(*directories: Path) -> WeightFiles:
+    """Those of all directories: a tensor may be mapped from where another model of the export has the same bytes."""
     paths, sizes = {}, {}
-    for path in (path for suffix in SUFFIXES.values() for path in directory.glob(f"*{suffix}")):
+    for path in (path for d in directories for suffix in SUFFIXES.values() for path in d.glob(f"*{suffix}")):
         status = path.stat()
         identity = (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino)
         paths[str(path.resolve())] = identity
@@ -79,23 +72,43 @@ def mappings(pid: int) -> Iterator[Span]:
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if match := _HEAD.fullmatch(line):
             if head:
-                yield Span(*head, *(sizes[field] for field in _FIELDS))
+                yield _span(head, sizes)
             start, end, device, inode, path = match.groups()
             head = (int(start, 16), int(end, 16), device, int(inode), path)
         elif (field := line.partition(":")[0]) in _FIELDS:
             sizes[field] = int(line.split()[1]) * 1024
     if head:
-        yield Span(*head, *(sizes[field] for field in _FIELDS))
+        yield _span(head, sizes)
+
+
+def _span(head: tuple[int, int, str, int, str], sizes: Mapping[str, int]) -> Span:
+    rss, pss, *shared, clean, dirty = (sizes[field] for field in _FIELDS)
+    return Span(*head, rss, pss, sum(shared), clean + dirty, dirty)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process's mappings by weight file, and the sizes of those files."""
+    """A process's mappings by weight file, and the sizes of those files. `unmapped`: bytes of its parameters that lie
+    elsewhere; `whole`: its proportional set size with everything else that it has."""
 
     model: str
     unmapped: int
     spans: tuple[tuple[Identity, Span], ...]
     sizes: Mapping[Identity, int]
+    pid: int = 0
+    whole: int = 0
+
+    @property
+    def rss(self) -> int:
+        return sum(span.rss for _, span in self.spans)
+
+
+def holder(model: str, files: WeightFiles, pid: int, unmapped: int) -> Holder:
+    """What a process maps of weight files now. Raises OSError where it is gone."""
+    found = list(mappings(pid))
+    spans = ((files.get(span), span) for span in found)
+    named = tuple((i, s) for i, s in spans if i is not None)
+    return Holder(model, unmapped, named, files.sizes, pid, sum(span.pss for span in found))
 
 
 def accounts(holders: Sequence[Holder]) -> tuple[ProcessMemory, ...]:
@@ -104,10 +117,13 @@ def accounts(holders: Sequence[Holder]) -> tuple[ProcessMemory, ...]:
     return tuple(
         ProcessMemory(
             model=holder.model,
-            rss=sum(span.rss for _, span in holder.spans),
+            rss=holder.rss,
             pss=round(sum(span.pss * scale.get(identity, 1.0) for identity, span in holder.spans)),
+            shared=sum(span.shared for _, span in holder.spans),
+            private=sum(span.private for _, span in holder.spans),
             private_dirty=sum(span.private_dirty for _, span in holder.spans),
             unmapped=holder.unmapped,
+            whole=holder.whole,
         )
         for holder in holders
     )
@@ -150,107 +166,3 @@ def _scale(holders: Sequence[Holder]) -> dict[Identity, float]:
             pages = min(resident[identity, holder.model], -(-holder.sizes[identity] // PAGE) * PAGE)
             most[identity] = max(most.get(identity, 0), pages)
     return {identity: max(1.0, most[identity] / share) for identity, share in shares.items() if share}
-
-
-def hold(directories: Mapping[str, Path], timeout: float = 600.0) -> tuple[Holder, ...]:
-    """Hold every model's directory in a process of its own, all at once, and read what they map.
-
-    Raises ProofError where a directory cannot be loaded or not all are within `timeout` seconds.
-    """
-    with _held(directories, timeout) as ready:
-        return tuple(
-            _holder(model, directory, ready[model]["pid"], ready[model]["unmapped"])
-            for model, directory in directories.items()
-        )
-
-
-def measure(directories: Mapping[str, Path], timeout: float = 600.0) -> tuple[ProcessMemory, ...]:
-    """What the weights of models held at once take, by process. Raises as hold does."""
-    return accounts(hold(directories, timeout))
-
-
-def _holder(model: str, directory: Path, pid: int, unmapped: int) -> Holder:
-    files = weight_files(directory)
-    spans = ((files.get(span), span) for span in mappings(pid))
-    return Holder(model, unmapped, tuple((i, s) for i, s in spans if i is not None), files.sizes)
-
-
-def compare(originals: Mapping[str, Path], exports: Mapping[str, Path]) -> MemoryComparison:
-    """The same models held from their original directories, then from the exports. Raises as measure does."""
-    before, after = measure(originals), measure(exports)
-    saved = sum(p.pss + p.unmapped for p in before) - sum(p.pss + p.unmapped for p in after)
-    return MemoryComparison(engine=ENGINE, originals=before, exports=after, saved=saved)
-
-
-@contextmanager
-def _held(directories: Mapping[str, Path], timeout: float) -> Iterator[dict[str, dict[str, Any]]]:
-    """Processes that hold the models, until the block ends, whichever way it ends."""
-    package = Path(__file__).resolve().parent.parent
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", "")))),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-    }
-    pairs = [word for model, directory in directories.items() for word in (model, str(directory))]
-    with tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sandhi_core.serving.hold", *pairs],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            env=environment,
-            start_new_session=True,  # so that all of them can be ended together, and Ctrl-C reaches only us
-        )
-        grace = 0.0
-        try:
-            yield _wait_ready(process, set(directories), complaints, timeout)
-            grace = _GRACE
-        finally:
-            _end(process, grace)
-
-
-def _wait_ready(
-    process: "subprocess.Popen[bytes]", models: set[str], complaints: IO[bytes], timeout: float
-) -> dict[str, dict[str, Any]]:
-    assert process.stdout is not None
-    output, text, ready = process.stdout.fileno(), b"", dict[str, dict[str, Any]]()
-    deadline = time.monotonic() + timeout
-    while ready.keys() != models:
-        if not select.select([output], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            missing = ", ".join(sorted(models - ready.keys()))
-            raise ProofError(
-                f"not loaded within {timeout:.0f} seconds: {missing}",
-                remedy="free memory or processors, then run the proof again",
-            )
-        part = os.read(output, 65536)
-        if not part:
-            complaints.seek(0)
-            last = complaints.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise ProofError(
-                f"the processes that hold the models ended early: {''.join(last) or 'no message'}",
-                remedy="free memory, then run the proof again",
-            )
-        *lines, text = (text + part).split(b"\n")
-        for message in map(json.loads, lines):
-            if "error" in message:
-                raise ProofError(
-                    message["error"],
-                    model=message["model"],
-                    remedy="check the directory with `sandhi check` or `sandhi verify`",
-                )
-            ready[message["model"]] = message
-    return ready
-
-
-def _end(process: "subprocess.Popen[bytes]", grace: float) -> None:
-    """Ask by closing standard input; after `grace` seconds end the session that they are, by its id."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
-    try:
-        process.wait(grace)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    finally:
-        process.stdout.close()

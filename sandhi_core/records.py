@@ -558,8 +558,11 @@ class ProcessMemory(Record):
     model: str
     rss: int
     pss: int
-    private_dirty: int
+    shared: int = 0  # of rss, pages that some other mapping has too
+    private: int = 0  # the rest of it
+    private_dirty: int  # of `private`, what was written to
     unmapped: int  # parameter bytes that are not backed by the files
+    whole: int = 0  # proportional set size of all that the process has
 
 
 class MemoryComparison(Record):

@@ -1,78 +1,126 @@
-"""Holds models, so that their memory can be read from outside.
+"""Serves models, so that their memory can be read from outside while they answer.
 
-    python -m sandhi_core.serving.hold MODEL DIRECTORY [MODEL DIRECTORY ...]
+    python -m sandhi_core.serving.hold PORT MODEL DIRECTORY [MODEL DIRECTORY ...]
 
 One process a model, forked from one that has imported transformers, so that a further model costs no further
 import. Each loads its directory as serving.load does, in the dtype of the files, reads every parameter and residual,
-and writes one line of JSON to standard output: `{"model", "pid", "unmapped"}`, or `{"model", "error"}`. Then it stays
-until standard input ends, hence no longer than whoever started it lives.
+and answers `/v1/completions` (serving.completions) on a port of its own. Once all have said how it went, their parent
+answers GET on PORT with a line of JSON for each: `{"model", "pid", "port", "unmapped"}`, or `{"model", "error"}`.
+
+`transformers serve` would be no help here: it leaves residuals out, and gives no log-probabilities.
 """
 
 import json
 import os
 import sys
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging
 
 from sandhi_core.errors import SandhiError
-from sandhi_core.memory import mappings, weight_files
 from sandhi_core.rungs.residual import factors
+from sandhi_core.serving.census import unmapped_bytes
+from sandhi_core.serving.completions import PATH, Completion, body
 from sandhi_core.serving.load import load
+
+HOST = "127.0.0.1"
 
 
 def main(arguments: list[str]) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
+    port, *words = arguments
+    pairs = list(zip(words[::2], words[1::2], strict=True))
     for _, directory in pairs:
         with suppress(Exception):  # the child says what is wrong with a directory
             MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(directory))]  # imports its module, once for all
-    children = [_fork(model, Path(directory)) for model, directory in pairs]
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in children)
+    said, saying = os.pipe()
+    for model, directory in pairs:
+        if os.fork() == 0:
+            os.close(said)
+            _serve(model, Path(directory), [Path(d) for _, d in pairs], saying)
+    os.close(saying)
+    with open(said) as lines:
+        told = "".join(line for _, line in zip(pairs, lines, strict=False))  # one each, or fewer where some have died
+    HTTPServer((HOST, int(port)), _answering(lambda: told)).serve_forever()
+    return 0
 
 
-def _fork(model: str, directory: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
+def _serve(model: str, directory: Path, all_of_them: list[Path], saying: int) -> None:
+    """Load and answer until the process is ended. Does not return."""
     try:
         network = load(directory, name=model)
-        _say({"model": model, "pid": os.getpid(), "unmapped": unmapped_bytes(network, directory)})
-        os.read(sys.stdin.fileno(), 1)  # until the other end closes
-        status = 0
+        server = HTTPServer((HOST, 0), _answering(lambda: "", lambda asked: _completed(network, model, asked)))
+        unmapped = unmapped_bytes((*network.parameters(), *factors(network)), *all_of_them)
+        _say(saying, {"model": model, "pid": os.getpid(), "port": server.server_port, "unmapped": unmapped})
+        server.serve_forever()
     except SandhiError as error:
-        _say({"model": model, "error": error.problem.message})
+        _say(saying, {"model": model, "error": error.problem.message})
     except Exception as error:
-        _say({"model": model, "error": f"{type(error).__name__}: {error}"[:500]})
+        _say(saying, {"model": model, "error": f"{type(error).__name__}: {error}"[:500]})
     finally:
-        os._exit(status)  # nothing of the parent's is to be cleaned up twice
+        os._exit(1)  # nothing of the parent's is to be cleaned up twice
 
 
-def unmapped_bytes(network: torch.nn.Module, directory: Path) -> int:
-    """Read every parameter and every factor of a residual once; bytes of those that do not lie in a mapping of the
-    directory's weight files.
-
-    A tied parameter counts once.
-    """
-    parameters = {p.data_ptr(): p.detach() for p in (*network.parameters(), *factors(network))}
-    for parameter in parameters.values():
-        parameter.sum()
-    files = weight_files(directory)
-    spans = [(m.start, m.end) for m in mappings(os.getpid()) if files.get(m) is not None]
-    return sum(
-        parameter.nbytes
-        for address, parameter in parameters.items()
-        if not any(start <= address and address + parameter.nbytes <= end for start, end in spans)
-    )
+def _say(saying: int, message: dict[str, object]) -> None:
+    os.write(saying, json.dumps(message).encode() + b"\n")  # one write: lines do not mix
+    os.close(saying)  # the last one to do so ends the parent's waiting, be it by dying
 
 
-def _say(message: dict[str, object]) -> None:
-    os.write(sys.stdout.fileno(), json.dumps(message).encode() + b"\n")  # one write: lines do not mix
+def _answering(get: Any, post: Any = None) -> type[BaseHTTPRequestHandler]:
+    """Answers GET with the text of `get()`, POST with the JSON of `post(JSON asked)`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200, get().encode())
+
+        def do_POST(self) -> None:
+            if post is None or self.path != PATH:
+                return self._answer(404, b"")
+            try:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(200, json.dumps(post(asked)).encode())
+            except Exception as error:
+                self._answer(400, f"{type(error).__name__}: {error}".encode())
+
+        def _answer(self, status: int, data: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Requests are no news."""
+
+    return Handler
+
+
+@torch.inference_mode()
+def _completed(network: Any, model: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request of serving.completions."""
+    prompt = [int(token) for token in asked["prompt"]]
+    found = network(torch.tensor([prompt]), use_cache=True)
+    likelihoods = _logs(found.logits[0])
+    logprobs = likelihoods[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    last, tokens = likelihoods[-1], list(prompt)
+    for _ in range(int(asked["max_tokens"])):
+        token = int(last.argmax())
+        tokens.append(token)
+        logprobs.append(float(last[token]))
+        found = network(torch.tensor([[token]]), past_key_values=found.past_key_values, use_cache=True)
+        last = _logs(found.logits[0])[-1]
+    return body(model, Completion(tuple(tokens), tuple(logprobs), len(prompt)))
+
+
+def _logs(logits: Tensor) -> Tensor:
+    """[T, vocabulary], in fp32."""
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 if __name__ == "__main__":
