@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from pipelines.answering import ENDINGS, deliver, failure, signal_noted
 from pipelines.settings import default_root
 from sandhi_core.errors import UsageError
+from sandhi_core.verification_arguments import add_arguments
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": (
@@ -31,8 +32,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sandhi build pools/demo.yaml --dry-run",
     ),
     "verify": (
-        "hold an export to its manifest and deployment",
-        "sandhi verify .sandhi/exports/demo/4f0c... --memory",
+        "hold exports to their manifests and deployments, and measure the servers that serve them",
+        "sandhi verify .sandhi/exports/demo/4f0c... --engine transformers",
     ),
     "report": ("write the report of a pool that was built", "sandhi report pools/demo.yaml"),
     "schema": ("print the JSON schema of pool files", "sandhi schema > pool.schema.json"),
@@ -76,10 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     added["build"].add_argument(
         "--regroup", action="store_true", help="form the groups anew, as the nightly rebuild does"
     )
-    added["verify"].add_argument("export", type=Path, help="directory that holds sandhi.json")
-    added["verify"].add_argument(
-        "--memory", action="store_true", help="also start processes and measure what they share"
-    )
+    add_arguments(added["verify"])
     return parser
 
 
@@ -177,12 +175,13 @@ def _build(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
 
 def _verify(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
     from sandhi_core.report.text import print_verify
-    from sandhi_core.sharing import verify
+    from sandhi_core.verification import verify_all
 
-    document, sound = verify(arguments.export.expanduser().resolve(), memory=arguments.memory)
+    document, tables = verify_all(arguments)
     if not arguments.json:
-        print_verify(document)
-    return (document if arguments.json else None), (0 if sound else 1)
+        for table in tables:
+            print_verify(table)
+    return (document if arguments.json else None), (0 if document["ok"] else 1)
 
 
 def _report(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from sandhi_core.layout import MANIFEST
 from sandhi_core.records import ProcessMemory
 from sandhi_core.survey_files import SUFFIXES
 
@@ -41,7 +42,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weight files of directories and their sizes in bytes. They are recognised in a process by device
+    """A model's safetensors files and their sizes in bytes. They are recognised in a process by device
     and inode, or else by path: some file systems show stat another device than they show in /proc."""
 
     identities: frozenset[Identity]
@@ -54,10 +55,12 @@ class WeightFiles:
         return identity if identity in self.identities else self.paths.get(span.path)
 
 
-def weight_files(*directories: Path) -> WeightFiles:
-    """Those of all directories: a tensor may be mapped from where another model of the export has the same bytes."""
+def weight_files(directory: Path) -> WeightFiles:
+    """Those in a directory; where it lies in an export also those beside it, in which the same tensors by other names
+    are read."""
     paths, sizes = {}, {}
-    for path in (path for d in directories for suffix in SUFFIXES.values() for path in d.glob(f"*{suffix}")):
+    root, below = (directory.parent, "*/") if (directory.parent / MANIFEST).is_file() else (directory, "")
+    for path in (path for suffix in SUFFIXES.values() for path in root.glob(f"{below}*{suffix}")):
         status = path.stat()
         identity = (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino)
         paths[str(path.resolve())] = identity
@@ -103,8 +106,9 @@ class Holder:
         return sum(span.rss for _, span in self.spans)
 
 
-def holder(model: str, files: WeightFiles, pid: int, unmapped: int) -> Holder:
-    """What a process maps of weight files now. Raises OSError where it is gone."""
+def holder(model: str, directory: Path, pid: int, unmapped: int) -> Holder:
+    """What a process maps of a model's weight files now. Raises OSError where it is gone."""
+    files = weight_files(directory)
     found = list(mappings(pid))
     spans = ((files.get(span), span) for span in found)
     named = tuple((i, s) for i, s in spans if i is not None)

@@ -8,16 +8,13 @@ by inode); processes that load the files share (proportional set size).
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from sandhi_core.assignment import Assignment, parts_of
 from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.claims import claims_of, least_in_memory
-from sandhi_core.deploy.check import check_deployment
-from sandhi_core.disk import LINKS, DiskCheck, verify_disk
-from sandhi_core.errors import Problem, ProofError
-from sandhi_core.layout import MANIFEST, read_manifest
-from sandhi_core.memory import ENGINE, Identity, accounts, compare, hold, shared_bytes, weight_files
+from sandhi_core.claims import least_in_memory
+from sandhi_core.disk import verify_disk
+from sandhi_core.errors import Problem
+from sandhi_core.layout import read_manifest
 from sandhi_core.records import (
     Evaluation,
     Fingerprint,
@@ -28,6 +25,7 @@ from sandhi_core.records import (
     SharingProof,
     TaskResult,
 )
+from sandhi_core.serving.measure import compare
 
 ANSWER_TOLERANCE = 1e-4
 """Slack of one question's value: log-likelihoods in fp32 move by up to 4e-5 with the batch they are in. It is
@@ -155,110 +153,3 @@ def _told(problem: Problem) -> str:
     """A problem as a proof's record has it: where, and what."""
     where = ", ".join(f"{k} {v}" for k in ("model", "file", "tensor") if (v := getattr(problem, k)))
     return f"{where}: {problem.message}"
-
-
-def verify(export: Path, memory: bool = False) -> tuple[dict[str, Any], bool]:
-    """Check an export, given by its directory or its manifest, as it lies there: every byte and link against the
-    manifest, deployment.json against both. With `memory`, processes load the models and the table says what they
-    share. Returns the table and whether all is well.
-
-    Raises ProofError where there is no manifest.
-    """
-    root = _root(export)
-    found = read_manifest(root)
-    disk = verify_disk(root, found)
-    claims = claims_of(found)
-    saved = claims.checkpoint_bytes - disk.distinct_bytes
-    problems = [*disk.problems, *check_deployment(root, found)]
-    if not disk.problems and saved != claims.claimed:
-        problems.append(_wrong("export-links", f"the files save {saved} of {claims.claimed} bytes", LINKS))
-    loaded = None
-    if memory and not _errors(problems):
-        try:
-            loaded = _loaded(root, found)
-        except ProofError as error:
-            problems.append(error.problem)
-        else:
-            problems += _not_shared(loaded["shared"], found)
-    table = {
-        "ok": not _errors(problems),
-        "export": str(root),
-        "manifest": found.digest,
-        "pool": found.pool,
-        "point": found.point,
-        "models": {name: _row(found, name) for name in sorted(found.models)},
-        "tensors_checked": disk.tensors_checked,
-        "bytes": {
-            "models": disk.tensor_bytes,
-            "distinct": disk.distinct_bytes,
-            "shared": disk.shared_bytes,
-            "added": claims.added,
-        },
-        "memory": loaded,
-        "problems": [problem.model_dump(mode="json") for problem in problems],
-    }
-    return table, not _errors(problems)
-
-
-def _root(export: Path) -> Path:
-    if not export.is_file():
-        return export
-    if export.name == MANIFEST:
-        return export.parent
-    raise ProofError(
-        "is a file, not the directory of an export",
-        file=str(export),
-        remedy=f"give the directory that holds {MANIFEST}",
-    )
-
-
-def _errors(problems: list[Problem]) -> bool:
-    return any(problem.severity == "error" for problem in problems)
-
-
-def _wrong(code: str, message: str, remedy: str) -> Problem:
-    return Problem(code=code, severity="error", message=message, remedy=remedy)
-
-
-def _row(manifest: Manifest, name: str) -> dict[str, Any]:
-    model = manifest.models[name]
-    kinds = {kind: [t for t in model.tensors.values() if t.sharing == kind] for kind in _KINDS}
-    return {"weights": model.weights, "linked": model.linked} | {
-        kind: {"tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors)} for kind, tensors in kinds.items()
-    }
-
-
-_KINDS = ("private", "duplicate", "merged")
-
-
-def _loaded(root: Path, manifest: Manifest) -> dict[str, Any]:
-    holders = hold({name: root / model.directory for name, model in manifest.models.items()})
-    return {
-        "engine": ENGINE,
-        "processes": {p.model: p.model_dump(exclude={"model"}) for p in accounts(holders)},
-        "shared": max(shared_bytes(holders, _shared_files(root, manifest)) - claims_of(manifest).added, 0),
-    }
-
-
-def _shared_files(root: Path, manifest: Manifest) -> dict[Identity, int]:
-    """The files that hold a shared tensor, and its size in bytes."""
-    found: dict[Identity, int] = {}
-    for model in manifest.models.values():
-        files = weight_files(root / model.directory).paths
-        for tensor in model.tensors.values():
-            if tensor.sharing != "private":
-                found[files[str((root / model.directory / tensor.file).resolve())]] = tensor.nbytes
-    return found
-
-
-def _not_shared(in_memory: int, manifest: Manifest) -> Iterator[Problem]:
-    claims = claims_of(manifest)
-    if in_memory < claims.least_in_memory:
-        yield _wrong(
-            "export-memory",
-            f"{claims.claimed} bytes are claimed, processes that load the export share {in_memory}",
-            "keep the export on a file system that maps one file into several processes as the same pages",
-        )
-
-
-__all__ = ["DiskCheck", "prove", "verify", "verify_disk"]

@@ -71,7 +71,7 @@ def _derived(spec: DeploymentSpec, manifest: Manifest, export_root: Path) -> Dep
     configs = {name: _config(export_root, model) for name, model in manifest.models.items()}
     if not all(configs.values()):
         return derived  # sizes of caches are not known
-    dtypes = {name: _dtype(model) for name, model in manifest.models.items()}
+    dtypes = {name: main_dtype(model) for name, model in manifest.models.items()}
     scored = {s.model: Scored(s.original, s.scored_dtype, s.steps, s.tasks) for s in _served(spec)}
     served = serve(spec.engine, Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored)
     return derived.model_copy(update=served._asdict())
@@ -92,7 +92,7 @@ def _config(export_root: Path, model: ExportedModel) -> dict[str, Any]:
     return config
 
 
-def _dtype(model: ExportedModel) -> str:
+def main_dtype(model: ExportedModel) -> str:
     """The dtype that most bytes of its checkpoint have, as a fingerprint names it."""
     nbytes: Counter[str] = Counter()
     for name in model.tensors.keys() - factors_among(model.tensors).keys():

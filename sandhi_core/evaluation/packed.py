@@ -119,6 +119,14 @@ class PackedLM(TokenisedOnceLM):
             if watch:
                 watch.answered(asked)
 
+    def likelihoods(
+        self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], weights: Mapping[str, str]
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation after its context, both as tokens, under `weights`, which the model holds now: what
+        `answer` would give."""
+        self.weights, self._answering, self._halved = weights, [], False
+        return self._loglikelihood_tokens([(None, list(context), list(rest)) for context, rest in asked])
+
     @contextmanager
     def listening(self) -> Iterator[list[TokenSequence]]:
         """Everything whose log-likelihood is asked for meanwhile, as it is cut for the model."""

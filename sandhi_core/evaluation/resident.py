@@ -1,6 +1,6 @@
 """One model in memory: stock transformers loads it, tensors are swapped in place and put back byte for byte."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,12 @@ class Resident:
             self.answers(suite, split)
         requests = (r for task in suite.tasks for question in task.questions[split] for r in question.requests)
         return heard + self.scorer.written(r for r in requests if r.request_type == GENERATION)
+
+    def likelihoods(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation), as tokens: the log-likelihood of the continuation under the weights held
+        now, and whether greedy decoding gives it, as answers are scored."""
+        with torch.inference_mode():
+            return self.scorer.likelihoods(asked, self._held)
 
     def _of_model(self, error: EvaluationError) -> EvaluationError:
         return EvaluationError(error.problem.message, model=self._name, remedy=error.problem.remedy)

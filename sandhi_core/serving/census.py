@@ -13,13 +13,13 @@ WORKER = f"{__name__}.Worker"
 """What vLLM takes for --worker-extension-cls."""
 
 
-def unmapped_bytes(tensors: Iterable[Tensor], *directories: Path) -> int:
-    """Read every tensor once; bytes of those that do not lie in a mapping of the directories' weight files. One that is
-    held under two names counts once."""
+def unmapped_bytes(tensors: Iterable[Tensor], directory: Path) -> int:
+    """Read every tensor once; bytes of those that do not lie in a mapping of the model's weight files. One that is held
+    under two names counts once."""
     held = {tensor.data_ptr(): tensor.detach() for tensor in tensors if tensor.numel()}
     for tensor in held.values():
         tensor.sum()
-    files = weight_files(*directories)
+    files = weight_files(directory)
     spans = [(m.start, m.end) for m in mappings(os.getpid()) if files.get(m) is not None]
     return sum(
         tensor.nbytes
@@ -39,7 +39,7 @@ class Worker:
 
     model_runner: Any
 
-    def sandhi_census(self, *directories: str) -> dict[str, int]:
-        """This worker's process, and the bytes of parameters that it holds beside the directories' files."""
+    def sandhi_census(self, directory: str) -> dict[str, int]:
+        """This worker's process, and the bytes of parameters that it holds beside the model's files."""
         parameters = self.model_runner.model.parameters()
-        return {"pid": os.getpid(), "unmapped": unmapped_bytes(parameters, *map(Path, directories))}
+        return {"pid": os.getpid(), "unmapped": unmapped_bytes(parameters, Path(directory))}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sandhi_core.errors import ServingError, UsageError
-from sandhi_core.memory import Holder, WeightFiles, holder
+from sandhi_core.memory import Holder, holder
 from sandhi_core.serving.census import WORKER
 from sandhi_core.serving.completions import fetch
 from sandhi_core.serving.processes import Server, vllm_command
@@ -43,10 +43,10 @@ class Member:
     pids: tuple[int, ...]
     unmapped: Mapping[int, int]
 
-    def holders(self, files: WeightFiles) -> list[Holder]:
+    def holders(self) -> list[Holder]:
         """Its processes as they are now. Raises ServingError where one is gone."""
         try:
-            return [holder(self.model, files, pid, self.unmapped.get(pid, 0)) for pid in self.pids]
+            return [holder(self.model, self.directory, pid, self.unmapped.get(pid, 0)) for pid in self.pids]
         except OSError as error:
             raise ServingError("a process of its server has ended", model=self.model, remedy=_REMEDY) from error
 
@@ -58,14 +58,21 @@ def serving(
     """Servers of all models, by name, until the block ends, whichever way it ends. `python`: see `python_of`;
     `plugin`: whether vLLM maps shared tensors, as for an export.
 
-    Raises ServingError where one cannot load its model, or not all can within `timeout` seconds.
+    Raises ServingError where one cannot load its model, or not all can within `timeout` seconds; only then the logs
+    are kept, in the directory for temporary files.
     """
+    python = python_of(engine, python)
     logs = Path(tempfile.mkdtemp(prefix="sandhi-serving-"))
     try:
         with ExitStack() as running:
             starting = _held if engine == "transformers" else _vllm
-            yield starting(directories, python_of(engine, python), logs, running, plugin, time.monotonic() + timeout)
-    finally:
+            yield starting(directories, python, logs, running, plugin, time.monotonic() + timeout)
+    except ServingError:
+        raise
+    except BaseException:
+        shutil.rmtree(logs, ignore_errors=True)
+        raise
+    else:
         shutil.rmtree(logs, ignore_errors=True)
 
 
@@ -114,7 +121,7 @@ def _held(
 
 def _holding(model: str, directory: Path, said: Mapping[str, Any]) -> Member:
     url, pid = f"http://{_HOST}:{said['port']}", said["pid"]
-    return Member(model, directory, url, _context(directory), (pid,), {pid: said["unmapped"]})
+    return Member(model, directory, url, context_of(directory), (pid,), {pid: said["unmapped"]})
 
 
 # --- vLLM ---------------------------------------------------------------------------------------------------
@@ -126,26 +133,22 @@ def _vllm(
     started = [(m, d, _started(m, d, python, logs, running, plugin)) for m, d in directories.items()]
     for _, _, server in started:
         server.wait_ready(max(deadline - time.monotonic(), 0.0))
-    return [_answering(model, directory, server, list(directories.values())) for model, directory, server in started]
+    return [_answering(model, directory, server) for model, directory, server in started]
 
 
-def _answering(model: str, directory: Path, server: Server, directories: list[Path]) -> Member:
+def _answering(model: str, directory: Path, server: Server) -> Member:
     """What its workers say is asked for: they alone know their parameters."""
-    asked = {"method": "sandhi_census", "args": [str(directory) for directory in directories]}
+    asked = {"method": "sandhi_census", "args": [str(directory)]}
     found = json.loads(fetch(f"{server.url}/collective_rpc", asked))["results"]
     unmapped = {int(worker["pid"]): int(worker["unmapped"]) for worker in found}
     pids = (*unmapped, *(pid for pid in server.pids() if pid not in unmapped))
-    return Member(model, directory, server.url, _context(directory), pids, unmapped)
+    return Member(model, directory, server.url, context_of(directory), pids, unmapped)
 
 
 def _started(model: str, directory: Path, python: str, logs: Path, running: ExitStack, plugin: bool) -> Server:
     port = _free_port()
-    options = {
-        "--max-model-len": _context(directory),
-        "--kv-cache-memory-bytes": _CACHE,
-        "--worker-extension-cls": WORKER,
-    }
-    extra = ["--enforce-eager", *(str(word) for option in options.items() for word in option)]
+    sizes = ["--max-model-len", str(context_of(directory)), "--kv-cache-memory-bytes", str(_CACHE)]
+    extra = ["--enforce-eager", *sizes, "--worker-extension-cls", WORKER]
     command = vllm_command(directory, model, port, python=python, plugin=plugin, extra=extra)
     settings = _environment() | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -166,7 +169,8 @@ def _environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _context(directory: Path) -> int:
+def context_of(directory: Path) -> int:
+    """Tokens of a sequence at most, as models are served here."""
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     made_for = (config.get("text_config") or config).get("max_position_embeddings")
     return min(_CONTEXT, made_for or _CONTEXT)

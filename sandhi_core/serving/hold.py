@@ -44,20 +44,20 @@ def main(arguments: list[str]) -> int:
     for model, directory in pairs:
         if os.fork() == 0:
             os.close(said)
-            _serve(model, Path(directory), [Path(d) for _, d in pairs], saying)
+            _serve(model, Path(directory), saying)
     os.close(saying)
-    with open(said) as lines:
+    with os.fdopen(said) as lines:
         told = "".join(line for _, line in zip(pairs, lines, strict=False))  # one each, or fewer where some have died
     HTTPServer((HOST, int(port)), _answering(lambda: told)).serve_forever()
     return 0
 
 
-def _serve(model: str, directory: Path, all_of_them: list[Path], saying: int) -> None:
+def _serve(model: str, directory: Path, saying: int) -> None:
     """Load and answer until the process is ended. Does not return."""
     try:
         network = load(directory, name=model)
         server = HTTPServer((HOST, 0), _answering(lambda: "", lambda asked: _completed(network, model, asked)))
-        unmapped = unmapped_bytes((*network.parameters(), *factors(network)), *all_of_them)
+        unmapped = unmapped_bytes((*network.parameters(), *factors(network)), directory)
         _say(saying, {"model": model, "pid": os.getpid(), "port": server.server_port, "unmapped": unmapped})
         server.serve_forever()
     except SandhiError as error:

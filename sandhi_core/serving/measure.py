@@ -9,11 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sandhi_core.errors import ServingError
-from sandhi_core.memory import Holder, Identity, accounts, weight_files
+from sandhi_core.memory import Holder, Identity, accounts
 from sandhi_core.records import MemoryComparison, ProcessMemory
 from sandhi_core.safetensors_file import read_header
 from sandhi_core.serving.completions import Completion, complete, fetch
 from sandhi_core.serving.engines import TIMEOUT, Engine, Member, serving
+from sandhi_core.survey_files import SUFFIXES
 
 NEW_TOKENS = 8
 """Tokens that a server is asked for after a prompt."""
@@ -46,7 +47,8 @@ def hold(
     """Serve every model's directory, all at once; ask each (`prompts`, or a few of no meaning); read what their
     processes map; end them. `python`, `plugin`: as `engines.serving` has them.
 
-    Raises ServingError where a directory cannot be loaded, not all are within `timeout` seconds, or one does not answer.
+    Raises ServingError where a directory cannot be loaded, not all are within `timeout` seconds, or one gives no
+    answer.
     """
     with serving(engine, directories, python, plugin=plugin, timeout=timeout) as members:
         completions, seconds = {}, {}
@@ -54,8 +56,7 @@ def hold(
             began = time.monotonic()
             completions[member.model] = _asked(member, (prompts or {}).get(member.model, REQUESTS))
             seconds[member.model] = (time.monotonic() - began) / max(len(completions[member.model]), 1)
-        files = weight_files(*directories.values())
-        holders = [one for member in members for one in _held(member, engine, member.holders(files))]
+        holders = [one for member in members for one in _held(member, engine, member.holders())]
         return Held(_named(engine, members, plugin), tuple(holders), completions, seconds)
 
 
@@ -86,7 +87,8 @@ def _held(member: Member, engine: Engine, found: list[Holder]) -> list[Holder]:
 
 def weight_bytes(directory: Path) -> int:
     """Bytes of the tensors in a directory's weight files."""
-    places = (place for file in weight_files(directory).paths for place in read_header(Path(file)).values())
+    files = {file.resolve() for suffix in SUFFIXES.values() for file in directory.glob(f"*{suffix}")}
+    places = (place for file in files for place in read_header(file).values())
     return sum(place.end - place.start for place in places)
 
 
