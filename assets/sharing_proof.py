@@ -1,5 +1,6 @@
 """sharing_proof[pool]: exported bytes are the scored bytes, held once on disk and in memory; each measured."""
 
+from functools import partial
 from pathlib import Path
 
 from assets.stage import Check, Job, Outcome, StageAsset
@@ -14,6 +15,8 @@ from sandhi_core.records import (
     TaskResult,
     Trajectory,
 )
+from sandhi_core.serving.engines import proving
+from sandhi_core.serving.measure import compare
 from sandhi_core.sharing import prove
 
 
@@ -29,6 +32,7 @@ def run(job: Job) -> Outcome:
     deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
     assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
     merged = bench.artifacts.load(MergedWeights, "merged_weights", job.key)
+    engine, python = proving(pool.deploy)
     # What was deployed before must not outlive a proof that fails now.
     (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
     record = prove(
@@ -40,6 +44,7 @@ def run(job: Job) -> Outcome:
         deployed.savings,
         {m: _scored(job, m, held) for m, held in assignments.items()},
         answers,
+        partial(compare, engine=engine, python=python),
     )
     questions = sum(record.questions_checked.values())
     return Outcome(
@@ -51,6 +56,7 @@ def run(job: Job) -> Outcome:
             "bytes verified on disk": record.verified_disk,
             "bytes verified in memory": record.verified_memory,
             "questions compared": questions,
+            "memory measured with": record.memory.engine,
         },
         (
             Check(

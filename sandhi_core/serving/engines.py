@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from sandhi_core.errors import ServingError, UsageError
 from sandhi_core.memory import Holder, holder
+from sandhi_core.pool import DeploySettings
 from sandhi_core.serving.census import WORKER
 from sandhi_core.serving.completions import fetch
 from sandhi_core.serving.processes import Server, vllm_command
@@ -93,6 +94,16 @@ def python_of(engine: Engine, given: str = "") -> str:
             remedy=f"name the Python that has it, and this package, by --python or {PYTHON}",
         )
     return sys.executable
+
+
+def proving(deploy: DeploySettings) -> tuple[Engine, str]:
+    """What the memory of a pool's export is proved with, and its Python: the engine that it is deployed on where that
+    maps shared tensors and this machine says by the environment variable where it is, else transformers. The record of
+    the proof says which it was: what one engine shares is no claim for another."""
+    python = os.environ.get(PYTHON, "")
+    if deploy.engine == "vllm" and deploy.adapters is None and python:
+        return "vllm", python_of("vllm", python)
+    return "transformers", ""
 
 
 # --- transformers -------------------------------------------------------------------------------------------
