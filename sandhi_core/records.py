@@ -561,7 +561,7 @@ class ProcessMemory(Record):
     pss: int
     shared: int = 0  # of rss, pages that some other mapping has too
     private: int = 0  # the rest of it
-    private_dirty: int  # of `private`, what was written to
+    private_dirty: int  # of `private`, what was written to and is not on the disk
     unmapped: int  # parameter bytes that are not backed by the files
     whole: int = 0  # proportional set size of all that the process has
 

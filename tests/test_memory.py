@@ -1,9 +1,4 @@
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core import memory
-from sandhi_core.errors import ProofError
-from sandhi_core.memory import PAGE, Holder, Span, accounts, mappings, measure, shared_bytes, weight_files
+from sandhi_core.memory import PAGE, Holder, Span, accounts, mappings, shared_bytes, weight_files
 from sandhi_core.records import ProcessMemory
 from sandhi_core.safetensors_file import map_file
-from tests.models import WEIGHTS, edit_json, tiny_llama
+from tests.models import WEIGHTS, tiny_llama
 
 SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}
 
@@ -27,7 +20,12 @@ SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "to
 def holder(model: str, *files: tuple[str, int, float, int]) -> Holder:
     """Files as (name, rss, pss, private dirty), in pages; each file is ten pages long."""
     spans = tuple(
-        (("fe:00", ord(name)), Span(0, 1, "fe:00", ord(name), name, rss * PAGE, round(pss * PAGE), dirty * PAGE))
+        (
+            ("fe:00", ord(name)),
+            Span(
+                0, 1, "fe:00", ord(name), name, rss * PAGE, round(pss * PAGE), (rss - dirty) * PAGE, *[dirty * PAGE] * 2
+            ),
+        )
         for name, rss, pss, dirty in files
     )
     return Holder(model, 7, spans, {identity: 10 * PAGE for identity, _ in spans})
@@ -41,6 +39,7 @@ def test_what_only_these_processes_map_is_taken_from_the_kernel() -> None:
     found = accounts([holder("a", ("x", 8, 4, 0), ("y", 6, 6, 1)), holder("b", ("x", 8, 4, 0))])
     assert pages(found) == [(14, 10, 1), (8, 4, 0)]
     assert [p.unmapped for p in found] == [7, 7]
+    assert [(p.shared // PAGE, p.private // PAGE) for p in found] == [(13, 1), (8, 0)]
 
 
 def test_an_outsider_that_maps_a_file_too_takes_nothing_away() -> None:
@@ -115,6 +114,7 @@ def test_a_mapped_file_is_found_with_its_resident_pages(tmp_path: Path) -> None:
     (span,) = [s for s in mappings(os.getpid()) if files.get(s)]
     assert span.path == str(directory / WEIGHTS)
     assert span.end - span.start == span.rss == -(-size // PAGE) * PAGE
+    assert (span.private, span.shared) == (span.rss, 0)
     assert files.get(span._replace(device="00:00", inode=1)) == files.get(span)  # by path alone
     assert files.get(span._replace(path="/elsewhere")) == files.get(span)  # by inode alone
     assert files.get(span._replace(path="/elsewhere", inode=1)) is None
@@ -127,123 +127,3 @@ def test_weight_files_are_those_of_either_kind_of_model(tmp_path: Path) -> None:
     files = weight_files(tmp_path)
     assert set(files.paths) == {str(tmp_path / name) for name in names}
     assert sorted(files.sizes.values()) == [1, 2]
-
-
-# --- real processes -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, ProcessMemory]]]:
-    """Two names of one file, a file alone, one loaded as another dtype; this process maps the first too."""
-    root = tmp_path_factory.mktemp("memory")
-    first = tiny_llama(root / "first", **SIZE)
-    second, alone, cast = (
-        root / "second",
-        tiny_llama(root / "alone", 1, **SIZE),
-        tiny_llama(root / "cast", 2, **SIZE),
-    )
-    second.mkdir()
-    for file in first.iterdir():
-        (second / file.name).hardlink_to(file)
-    edit_json(cast / "config.json", dtype="bfloat16")
-    mapped = map_file(first / WEIGHTS)
-    for entry in mapped.values():
-        bytes(entry.raw)
-    found = measure({d.name: d for d in (first, second, alone, cast)})
-    yield sum(e.raw.nbytes for e in mapped.values()), {p.model: p for p in found}
-
-
-def test_two_names_of_one_file_cost_half_each(measured: tuple[int, dict[str, ProcessMemory]]) -> None:
-    nbytes, by_model = measured
-    first, second = by_model["first"], by_model["second"]
-    assert first.rss == second.rss and nbytes <= first.rss <= nbytes + 2 * PAGE
-    assert abs(first.pss + second.pss - first.rss) <= 2
-    assert abs(first.pss - second.pss) <= 2
-    assert first.unmapped == second.unmapped == 0
-
-
-def test_a_file_alone_costs_all_of_it(measured: tuple[int, dict[str, ProcessMemory]]) -> None:
-    nbytes, by_model = measured
-    alone = by_model["alone"]
-    assert alone.pss == alone.rss and nbytes <= alone.pss <= nbytes + 2 * PAGE
-    assert alone.unmapped == 0
-
-
-def test_private_copies_count_as_unmapped(measured: tuple[int, dict[str, ProcessMemory]]) -> None:
-    nbytes, by_model = measured
-    assert by_model["cast"].unmapped == nbytes // 2
-    assert by_model["cast"].pss == 0
-
-
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ids of the sessions that are started."""
-    started: list[int] = []
-    popen = subprocess.Popen
-
-    def recorded(*words: object, **options: object) -> object:
-        process = popen(*words, **options)  # type: ignore[call-overload]
-        started.append(process.pid)
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", recorded)
-    return started
-
-
-def living(group: int) -> list[int]:
-    """Processes of a process group that have not ended."""
-    alive = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, found = status.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(found) == group and state not in "ZX":
-            alive.append(int(status.parent.name))
-    return alive
-
-
-def all_end(group: int, seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while living(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not living(group)
-
-
-def test_a_directory_that_cannot_be_loaded_is_named(tmp_path: Path, groups: list[int]) -> None:
-    good, bad = tiny_llama(tmp_path / "good", **SIZE), tiny_llama(tmp_path / "bad", **SIZE)
-    (bad / WEIGHTS).unlink()
-    with pytest.raises(ProofError, match=r"model bad: transformers cannot load the model: OSError"):
-        measure({"good": good, "bad": bad})
-    assert len(groups) == 1 and all_end(groups[0])
-
-
-def test_time_is_bounded(tmp_path: Path, groups: list[int]) -> None:
-    with pytest.raises(ProofError, match="not loaded within 0 seconds: a, b"):
-        measure({"b": tmp_path, "a": tmp_path}, timeout=0.05)
-    assert len(groups) == 1 and all_end(groups[0])
-
-
-def test_processes_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ProofError, match="ended early: no message"):
-        measure({"a": tmp_path})
-
-
-def test_nothing_outlives_who_measures(tmp_path: Path) -> None:
-    directory = tiny_llama(tmp_path / "m", **SIZE)
-    script = (
-        "import sys, time; from pathlib import Path; from sandhi_core import memory\n"
-        "with memory._held({'a': Path(sys.argv[1]), 'b': Path(sys.argv[1])}, 60) as ready:\n"
-        "    print(*(r['pid'] for r in ready.values()), flush=True); time.sleep(60)\n"
-    )
-    command = [sys.executable, "-c", script, str(directory)]
-    package = Path(memory.__file__).parent.parent
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=package) as measurer:
-        assert measurer.stdout is not None
-        pids = [int(word) for word in measurer.stdout.readline().split()]
-        assert len(pids) == 2
-        group = os.getpgid(pids[0])
-        assert set(pids) < set(living(group))
-        measurer.send_signal(signal.SIGKILL)
-    assert all_end(group)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sandhi_core import sharing
+from sandhi_core import verification_servers
 from sandhi_core.claims import MEMORY_SHARE, claims_of
 from sandhi_core.deploy.check import check_deployment
 from sandhi_core.disk import verify_disk
-from sandhi_core.errors import Problem, ProofError
+from sandhi_core.errors import Problem, ProofError, UsageError
 from sandhi_core.layout import read_manifest, sizes_match
 from sandhi_core.memory import PAGE, Holder, weight_files
 from sandhi_core.pool import DeploySettings
@@ -28,7 +28,10 @@ from sandhi_core.records import (
 )
 from sandhi_core.savings import savings
 from sandhi_core.serving.load import load
-from sandhi_core.sharing import prove, verify
+from sandhi_core.serving.measure import Held
+from sandhi_core.sharing import prove
+from sandhi_core.verification import verify
+from sandhi_core.verification_servers import Measuring
 from tests.deployed import deployed
 from tests.exported import EMBED, GATE, MODELS, RANKS, UP, Case, make_case, make_models, make_residual, stock
 
@@ -316,6 +319,9 @@ def test_verify_counts_residuals(adjusted: Case) -> None:
     counted = savings(adjusted.assignments, adjusted.fingerprints)
     assert ok and table["problems"] == []
     assert table["bytes"] == {
+        "checkpoints": counted.checkpoint_bytes,
+        "claimed": counted.net,
+        "saved": counted.net,
         "models": counted.checkpoint_bytes + counted.overhead,
         "distinct": counted.checkpoint_bytes - counted.net,
         "shared": counted.freed,
@@ -336,10 +342,10 @@ def test_an_engine_that_leaves_residuals_out_is_not_deployed(adjusted: Case) -> 
 
 @pytest.mark.slow
 def test_verify_measures_net_of_residuals(adjusted: Case) -> None:
-    table, ok = verify(deployed(adjusted), memory=True)
+    table, ok = verify(deployed(adjusted), Measuring())
     claimed = savings(adjusted.assignments, adjusted.fingerprints).net
     assert ok and claimed - 3 * PAGE <= table["memory"]["shared"] <= claimed
-    assert all(p["unmapped"] == 0 for p in table["memory"]["processes"].values())
+    assert all(server["unmapped"] == 0 for server in table["memory"]["servers"].values())
 
 
 # --- verify -------------------------------------------------------------------------------------------------
@@ -375,6 +381,9 @@ def test_verify_tells_what_an_export_holds(case: Case) -> None:
     assert ok and table["ok"] is True and table["problems"] == []
     assert table["manifest"] == read_manifest(root).digest
     assert table["bytes"] == {
+        "checkpoints": counted.checkpoint_bytes,
+        "claimed": counted.net,
+        "saved": counted.net,
         "models": counted.checkpoint_bytes,
         "distinct": counted.checkpoint_bytes - counted.net,
         "shared": counted.net,
@@ -397,39 +406,66 @@ def test_verify_takes_the_manifest_for_its_directory(case: Case) -> None:
 
 @pytest.mark.slow
 def test_verify_measures_what_real_processes_share(case: Case) -> None:
-    table, ok = verify(deployed(case), memory=True)
+    table, ok = verify(deployed(case), Measuring())
+    claimed = savings(case.assignments, case.fingerprints).net
+    assert ok
+    assert claimed - 3 * PAGE <= table["memory"]["shared"] <= claimed  # a header for each of three shared files
+    memory = table["memory"]
+    assert memory["servers"].keys() == set(MODELS) and memory["engine"].startswith("transformers ")
+    assert all(server["requests"] == 3 and server["seconds"] > 0 for server in memory["servers"].values())
+    assert all(sum(p["pss"] for p in s["processes"]) == s["pss"] for s in memory["servers"].values())
+    assert memory["originals"] is None and memory["saved"] is None  # this root has no records
+    warnings = [p for p in table["problems"] if p["severity"] == "warning"]
+    assert [(p["code"], p["model"]) for p in warnings] == [("originals", model) for model in MODELS]
+
+
+@pytest.mark.slow
+def test_verify_compares_with_the_originals_that_are_given(case: Case, directories: dict[str, Path]) -> None:
+    table, ok = verify(deployed(case), Measuring(originals=directories))
     claimed = savings(case.assignments, case.fingerprints).net
     assert ok and table["problems"] == []
-    assert claimed - 3 * PAGE <= table["memory"]["shared"] <= claimed  # a header for each of three shared files
-    assert table["memory"]["processes"].keys() == set(MODELS)
+    memory = table["memory"]
+    assert abs(memory["saved"] - claimed) <= 7 * PAGE
+    assert memory["originals"]["servers"].keys() == set(MODELS)
+    assert memory["saved"] == memory["originals"]["sum"]["pss"] - memory["sum"]["pss"]
 
 
-def nothing_mapped(directories: Mapping[str, Path]) -> tuple[Holder, ...]:
-    return tuple(Holder(name, 1, (), weight_files(path).sizes) for name, path in directories.items())
+def test_other_checkpoints_are_no_originals(case: Case, directories: dict[str, Path]) -> None:
+    root = deployed(case)
+    table, ok = verify(root, Measuring(originals=directories | {"single": directories["tied"]}))
+    (problem,) = table["problems"]
+    assert not ok and (problem["model"], problem["tensor"]) == ("single", "lm_head.weight")
+    with pytest.raises(UsageError, match="given for stranger, which the export does not hold"):
+        verify(root, Measuring(originals={"stranger": directories["tied"]}))
+
+
+def nothing_mapped(directories: Mapping[str, Path], *_: object, **__: object) -> Held:
+    holders = tuple(Holder(name, 1, (), weight_files(path).sizes) for name, path in directories.items())
+    return Held("none", holders, dict.fromkeys(directories, ()), dict.fromkeys(directories, 0.0))
 
 
 def test_processes_that_share_nothing_are_a_problem(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "hold", nothing_mapped)
-    table, ok = verify(deployed(case), memory=True)
+    monkeypatch.setattr(verification_servers, "hold", nothing_mapped)
+    table, ok = verify(deployed(case), Measuring())
     assert not ok and table["ok"] is False
     assert table["memory"]["shared"] == 0
-    assert table["memory"]["processes"]["tied"] == {"rss": 0, "pss": 0, "private_dirty": 0, "unmapped": 1}
-    assert messages(table) == [
+    assert table["memory"]["servers"]["tied"]["unmapped"] == 1
+    assert messages(table)[3:] == [
         f"{savings(case.assignments, case.fingerprints).net} bytes are claimed, processes that load the export share 0"
     ]
 
 
 def test_models_that_cannot_be_loaded_are_a_problem(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hold(directories: Mapping[str, Path]) -> tuple[Holder, ...]:
+    def hold(*_: object, **__: object) -> Held:
         raise ProofError("stock transformers cannot load it", model="tied", remedy="mend it")
 
-    monkeypatch.setattr(sharing, "hold", hold)
-    table, ok = verify(deployed(case), memory=True)
+    monkeypatch.setattr(verification_servers, "hold", hold)
+    table, ok = verify(deployed(case), Measuring())
     assert not ok and messages(table) == ["stock transformers cannot load it"] and table["memory"] is None
 
 
 def test_nothing_is_loaded_from_an_export_that_is_not_sound(case: Case) -> None:
-    table, ok = verify(edited(deployed(case), lambda d: d["claims"].update(claimed=1)), memory=True)
+    table, ok = verify(edited(deployed(case), lambda d: d["claims"].update(claimed=1)), Measuring())
     assert not ok and table["memory"] is None
 
 

@@ -101,7 +101,7 @@ def proving(deploy: DeploySettings) -> tuple[Engine, str]:
     maps shared tensors and this machine says by the environment variable where it is, else transformers. The record of
     the proof says which it was: what one engine shares is no claim for another."""
     python = os.environ.get(PYTHON, "")
-    if deploy.engine == "vllm" and deploy.adapters is None and python:
+    if deploy.engine == "vllm" and deploy.plugin and deploy.adapters is None and python:
         return "vllm", python_of("vllm", python)
     return "transformers", ""
 

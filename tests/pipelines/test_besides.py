@@ -71,7 +71,7 @@ def test_embeddings_are_shared_within_budget_and_proved(besides: Line) -> None:
     assert counted["claimed"] == counted["verified_disk"] == originals - sum(distinct.values())
     assert 0 < counted["verified_memory"] <= counted["claimed"]
     assert counted["duplicates"] == 0
-    status, out, err = sandhi("verify", export, "--json", "--memory")
+    status, out, err = sandhi("verify", export, "--json", "--engine", "transformers")
     assert status == 0 and json.loads(out)["problems"] == [], err
 
 

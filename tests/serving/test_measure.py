@@ -1,0 +1,213 @@
+"""Real servers of tiny models, looked at from outside; nothing of them outlives whoever measures."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sandhi_core.errors import ServingError, UsageError
+from sandhi_core.memory import PAGE
+from sandhi_core.pool import Adapters, DeploySettings
+from sandhi_core.records import ProcessMemory
+from sandhi_core.safetensors_file import map_file
+from sandhi_core.serving import measure as measuring
+from sandhi_core.serving.engines import PYTHON, proving, python_of
+from sandhi_core.serving.keeper import descendants
+from sandhi_core.serving.measure import NEW_TOKENS, REQUESTS, hold, measure, weight_bytes
+from tests.models import WEIGHTS, edit_json, tiny_llama
+
+SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}
+ROOT = Path(measuring.__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, ProcessMemory]]]:
+    """Two names of one file, a file alone, one loaded as another dtype; this process maps the first too."""
+    root = tmp_path_factory.mktemp("memory")
+    first = tiny_llama(root / "first", **SIZE)
+    second, alone, cast = (
+        root / "second",
+        tiny_llama(root / "alone", 1, **SIZE),
+        tiny_llama(root / "cast", 2, **SIZE),
+    )
+    second.mkdir()
+    for file in first.iterdir():
+        (second / file.name).hardlink_to(file)
+    edit_json(cast / "config.json", dtype="bfloat16")
+    mapped = map_file(first / WEIGHTS)
+    for entry in mapped.values():
+        bytes(entry.raw)
+    found = measure({d.name: d for d in (first, second, alone, cast)})
+    yield sum(e.raw.nbytes for e in mapped.values()), {p.model: p for p in found}
+
+
+def test_two_names_of_one_file_cost_half_each(measured: tuple[int, dict[str, ProcessMemory]]) -> None:
+    nbytes, by_model = measured
+    first, second = by_model["first"], by_model["second"]
+    assert first.rss == second.rss and nbytes <= first.rss <= nbytes + 2 * PAGE
+    assert abs(first.pss + second.pss - first.rss) <= 2
+    assert abs(first.pss - second.pss) <= 2
+    assert first.unmapped == second.unmapped == 0
+
+
+def test_a_file_alone_costs_all_of_it(measured: tuple[int, dict[str, ProcessMemory]]) -> None:
+    nbytes, by_model = measured
+    alone = by_model["alone"]
+    assert alone.pss == alone.rss and nbytes <= alone.pss <= nbytes + 2 * PAGE
+    assert alone.unmapped == 0
+
+
+def test_private_copies_count_as_unmapped(measured: tuple[int, dict[str, ProcessMemory]]) -> None:
+    nbytes, by_model = measured
+    assert by_model["cast"].unmapped == nbytes // 2
+    assert by_model["cast"].pss == 0
+
+
+def test_members_answer_while_they_are_looked_at(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "m", **SIZE)
+    held = hold({"a": directory, "b": directory})
+    assert held.engine.startswith("transformers ") and "CPU" in held.engine
+    assert [holder.model for holder in held.holders] == ["a", "b"]
+    assert len({holder.pid for holder in held.holders}) == 2 and all(h.whole > h.rss for h in held.holders)
+    assert held.completions["a"] == held.completions["b"]
+    assert [c.tokens[: c.prompted] for c in held.completions["a"]] == list(REQUESTS)
+    assert {len(c.chosen) for c in held.completions["a"]} == {NEW_TOKENS}
+    assert held.seconds.keys() == {"a", "b"}
+    assert weight_bytes(directory) == sum(e.raw.nbytes for e in map_file(directory / WEIGHTS).values())
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "m", max_position_embeddings=16, **SIZE)
+    with pytest.raises(ServingError, match=r"model a.*a prompt of 9 tokens leaves no room for 8 of 16"):
+        hold({"a": directory}, prompts={"a": [[1] * 9]})
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logs go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "tmp"
+
+
+def test_a_directory_that_cannot_be_loaded_is_named(tmp_path: Path, leftovers: Path) -> None:
+    good, bad = tiny_llama(tmp_path / "good", **SIZE), tiny_llama(tmp_path / "bad", **SIZE)
+    (bad / WEIGHTS).unlink()
+    with pytest.raises(ServingError, match=r"model bad.*transformers cannot load the model: OSError"):
+        measure({"good": good, "bad": bad})
+    assert not descendants(os.getpid())
+    assert [path.name for path in leftovers.glob("*/*")] == ["hold.log"]  # to be read
+
+
+def test_time_is_bounded(tmp_path: Path, leftovers: Path) -> None:
+    with pytest.raises(ServingError, match=r"model a, b.*was not ready within 0"):
+        measure({"b": tmp_path, "a": tmp_path}, timeout=0.05)
+    assert not descendants(os.getpid())
+
+
+def test_processes_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sandhi_core.serving.engines.python_of", lambda engine, given="": "/bin/false")
+    with pytest.raises(ServingError, match="its server ended with status 1"):
+        measure({"a": tmp_path})
+
+
+def test_what_is_sound_leaves_no_log(tmp_path: Path, leftovers: Path) -> None:
+    measure({"a": tiny_llama(tmp_path / "m", **SIZE)})
+    assert not list(leftovers.iterdir()) and not descendants(os.getpid())
+
+
+MEASURER = """
+    import os, sys
+    from pathlib import Path
+    from sandhi_core.serving import measure as measuring
+    from sandhi_core.serving.completions import complete
+    def slowly(*words, **options):
+        print("asking", flush=True)
+        found = complete(*words, **options)
+        __import__("time").sleep(60)
+        return found
+    measuring.complete = slowly
+    print("starting", flush=True)
+    measuring.hold({name: Path(sys.argv[1]) for name in "ab"}, sys.argv[2], sys.argv[3])
+"""
+
+
+def measurer(directory: Path, engine: str, python: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", textwrap.dedent(MEASURER), str(directory), engine, python]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+
+
+def ends_all(process: "subprocess.Popen[str]", how: signal.Signals, seconds: float = 60) -> list[int]:
+    """Signal whoever measures; returns which of everything that it had started is left after it has ended."""
+    started = {
+        pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19] for pid in descendants(process.pid)
+    }
+    assert started
+    process.send_signal(how)
+    process.wait(seconds)
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid, born in started.items() if lives(pid, born)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def lives(pid: int, born: str) -> bool:
+    """Whether that very process (pids are used again) has not ended."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return state not in "ZX" and rest[18] == born
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["starting", "loading", "asking"])
+def test_nothing_outlives_who_measures(tmp_path: Path, how: signal.Signals, moment: str) -> None:
+    with measurer(tiny_llama(tmp_path / "m", **SIZE), "transformers", "") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starting\n"
+        if moment == "asking":
+            assert process.stdout.readline() == "asking\n"
+        least = {"starting": 1, "loading": 2, "asking": 4}[moment]  # the keeper; who forks; two that answer
+        deadline = time.monotonic() + 120
+        while len(descendants(process.pid)) < least and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ends_all(process, how) == []
+
+
+# --- which engine -------------------------------------------------------------------------------------------
+
+
+def test_where_vllm_lies_is_a_matter_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON, raising=False)
+    assert python_of("transformers") == sys.executable
+    assert python_of("vllm", sys.executable) == sys.executable
+    with pytest.raises(UsageError, match=f"no vLLM beside this Python.*--python or {PYTHON}"):
+        python_of("vllm")
+    with pytest.raises(UsageError, match="'/nowhere' is no program"):
+        python_of("vllm", "/nowhere")
+    monkeypatch.setenv(PYTHON, sys.executable)
+    assert python_of("vllm") == sys.executable
+
+
+def test_a_proof_measures_with_vllm_only_where_it_is_deployed_and_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON, raising=False)
+    vllm = DeploySettings(engine="vllm")
+    assert proving(vllm) == ("transformers", "")
+    monkeypatch.setenv(PYTHON, sys.executable)
+    assert proving(vllm) == ("vllm", sys.executable)
+    assert proving(DeploySettings(engine="vllm", plugin=False)) == ("transformers", "")
+    assert proving(DeploySettings(engine="transformers")) == ("transformers", "")
+    assert proving(DeploySettings(engine="vllm", adapters=Adapters())) == ("transformers", "")
