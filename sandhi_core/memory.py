@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from sandhi_core.layout import MANIFEST
 from sandhi_core.records import ProcessMemory
+from sandhi_core.safetensors_file import read_header
 from sandhi_core.survey_files import SUFFIXES
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -66,6 +67,15 @@ def weight_files(directory: Path) -> WeightFiles:
         paths[str(path.resolve())] = identity
         sizes[identity] = status.st_size
     return WeightFiles(frozenset(sizes), paths, sizes)
+
+
+def weights_in(directory: Path) -> Counter[str]:
+    """Bytes of the tensors in a directory's own weight files, by dtype in safetensors' spelling."""
+    files = {file.resolve() for suffix in SUFFIXES.values() for file in directory.glob(f"*{suffix}")}
+    found: Counter[str] = Counter()
+    for place in (place for file in files for place in read_header(file).values()):
+        found[place.dtype] += place.end - place.start
+    return found
 
 
 def mappings(pid: int) -> Iterator[Span]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sandhi_core.deploy.vllm import served_dtype
 from sandhi_core.errors import ServingError, UsageError
-from sandhi_core.memory import Holder, holder
+from sandhi_core.memory import Holder, holder, weights_in
 from sandhi_core.pool import DeploySettings
 from sandhi_core.serving.census import WORKER
 from sandhi_core.serving.completions import fetch
@@ -159,7 +160,9 @@ def _answering(model: str, directory: Path, server: Server) -> Member:
 def _started(model: str, directory: Path, python: str, logs: Path, running: ExitStack, plugin: bool) -> Server:
     port = _free_port()
     sizes = ["--max-model-len", str(context_of(directory)), "--kv-cache-memory-bytes", str(_CACHE)]
-    extra = ["--enforce-eager", *sizes, "--worker-extension-cls", WORKER]
+    ((dtype, _),) = weights_in(directory).most_common(1)
+    # By itself vLLM would serve float32 in another dtype: a copy, and other answers.
+    extra = ["--dtype", served_dtype(model, dtype), "--enforce-eager", *sizes, "--worker-extension-cls", WORKER]
     command = vllm_command(directory, model, port, python=python, plugin=plugin, extra=extra)
     settings = _environment() | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

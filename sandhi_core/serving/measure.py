@@ -9,12 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sandhi_core.errors import ServingError
-from sandhi_core.memory import Holder, Identity, accounts
+from sandhi_core.memory import Holder, Identity, accounts, weights_in
 from sandhi_core.records import MemoryComparison, ProcessMemory
-from sandhi_core.safetensors_file import read_header
 from sandhi_core.serving.completions import Completion, complete, fetch
 from sandhi_core.serving.engines import TIMEOUT, Engine, Member, serving
-from sandhi_core.survey_files import SUFFIXES
 
 NEW_TOKENS = 8
 """Tokens that a server is asked for after a prompt."""
@@ -81,15 +79,8 @@ def _held(member: Member, engine: Engine, found: list[Holder]) -> list[Holder]:
             own[identity] += span.rss
         resident |= own
     mapped = sum(min(rss, first.sizes[identity]) for identity, rss in resident.items())
-    least = weight_bytes(member.directory) - mapped - sum(one.unmapped for one in rest)
+    least = weights_in(member.directory).total() - mapped - sum(one.unmapped for one in rest)
     return [replace(first, unmapped=max(first.unmapped, least)), *rest]
-
-
-def weight_bytes(directory: Path) -> int:
-    """Bytes of the tensors in a directory's weight files."""
-    files = {file.resolve() for suffix in SUFFIXES.values() for file in directory.glob(f"*{suffix}")}
-    places = (place for file in files for place in read_header(file).values())
-    return sum(place.end - place.start for place in places)
 
 
 def _named(engine: Engine, members: Sequence[Member], plugin: bool) -> str:

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from sandhi_core.errors import ServingError, UsageError
-from sandhi_core.memory import PAGE
+from sandhi_core.memory import PAGE, weights_in
 from sandhi_core.pool import Adapters, DeploySettings
 from sandhi_core.records import ProcessMemory
 from sandhi_core.safetensors_file import map_file
 from sandhi_core.serving import measure as measuring
 from sandhi_core.serving.engines import PYTHON, proving, python_of
 from sandhi_core.serving.keeper import descendants
-from sandhi_core.serving.measure import NEW_TOKENS, REQUESTS, hold, measure, weight_bytes
+from sandhi_core.serving.measure import NEW_TOKENS, REQUESTS, hold, measure
 from tests.models import WEIGHTS, edit_json, tiny_llama
 
 SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}
@@ -81,7 +81,7 @@ def test_members_answer_while_they_are_looked_at(tmp_path: Path) -> None:
     assert [c.tokens[: c.prompted] for c in held.completions["a"]] == list(REQUESTS)
     assert {len(c.chosen) for c in held.completions["a"]} == {NEW_TOKENS}
     assert held.seconds.keys() == {"a", "b"}
-    assert weight_bytes(directory) == sum(e.raw.nbytes for e in map_file(directory / WEIGHTS).values())
+    assert weights_in(directory) == {"F32": sum(e.raw.nbytes for e in map_file(directory / WEIGHTS).values())}
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
