@@ -143,9 +143,12 @@ MEASURER = """
 """
 
 
-def measurer(directory: Path, engine: str, python: str) -> "subprocess.Popen[str]":
+def measurer(directory: Path, engine: str, python: str, logs: Path) -> "subprocess.Popen[str]":
+    """Whoever measures; logs, which SIGKILL leaves behind, go to `logs`."""
     command = [sys.executable, "-c", textwrap.dedent(MEASURER), str(directory), engine, python]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+    settings = os.environ | {"TMPDIR": str(logs)}
+    pipe, none = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, stdout=pipe, stderr=none, text=True, cwd=ROOT, env=settings)
 
 
 def ends_all(process: "subprocess.Popen[str]", how: signal.Signals, seconds: float = 60) -> list[int]:
@@ -175,7 +178,7 @@ def lives(pid: int, born: str) -> bool:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("moment", ["starting", "loading", "asking"])
 def test_nothing_outlives_who_measures(tmp_path: Path, how: signal.Signals, moment: str) -> None:
-    with measurer(tiny_llama(tmp_path / "m", **SIZE), "transformers", "") as process:
+    with measurer(tiny_llama(tmp_path / "m", **SIZE), "transformers", "", tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "starting\n"
         if moment == "asking":

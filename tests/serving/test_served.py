@@ -155,8 +155,8 @@ def test_two_vllm_servers_choose_the_tokens_of_the_search_in_bf16(bf16: Line) ->
 @with_vllm
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_no_vllm_outlives_who_measures(fp32: Line, how: signal.Signals) -> None:
-    with measurer(export_of(fp32) / "ann", "vllm", str(VLLM)) as process:
+def test_no_vllm_outlives_who_measures(fp32: Line, how: signal.Signals, tmp_path: Path) -> None:
+    with measurer(export_of(fp32) / "ann", "vllm", str(VLLM), tmp_path) as process:
         assert process.stdout is not None and process.stdout.readline() == "starting\n"
         deadline = time.monotonic() + 300
         while len(descendants(process.pid)) < 4 and time.monotonic() < deadline:  # two keepers, two servers
