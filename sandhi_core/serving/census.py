@@ -1,22 +1,25 @@
 """What a process holds of a model beside the mappings of its weight files, asked from within it."""
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from sandhi_core.memory import mappings, weight_files
+from sandhi_core.rungs.residual import factors
 
 WORKER = f"{__name__}.Worker"
 """What vLLM takes for --worker-extension-cls."""
 
 
-def unmapped_bytes(tensors: Iterable[Tensor], directory: Path) -> int:
-    """Read every tensor once; bytes of those that do not lie in a mapping of the model's weight files. One that is held
-    under two names counts once."""
-    held = {tensor.data_ptr(): tensor.detach() for tensor in tensors if tensor.numel()}
+def unmapped_bytes(network: Module, directory: Path) -> int:
+    """Read every parameter and every factor of a residual once; bytes of those that do not lie in a mapping of the
+    model's weight files. One that is held under two names counts once."""
+    held = {
+        tensor.data_ptr(): tensor.detach() for tensor in (*network.parameters(), *factors(network)) if tensor.numel()
+    }
     for tensor in held.values():
         tensor.sum()
     files = weight_files(directory)
@@ -41,5 +44,4 @@ class Worker:
 
     def sandhi_census(self, directory: str) -> dict[str, int]:
         """This worker's process, and the bytes of parameters that it holds beside the model's files."""
-        parameters = self.model_runner.model.parameters()
-        return {"pid": os.getpid(), "unmapped": unmapped_bytes(parameters, Path(directory))}
+        return {"pid": os.getpid(), "unmapped": unmapped_bytes(self.model_runner.model, Path(directory))}

@@ -24,7 +24,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils import logging
 
 from sandhi_core.errors import SandhiError
-from sandhi_core.rungs.residual import factors
 from sandhi_core.serving.census import unmapped_bytes
 from sandhi_core.serving.completions import PATH, Completion, body
 from sandhi_core.serving.load import load
@@ -57,7 +56,7 @@ def _serve(model: str, directory: Path, saying: int) -> None:
     try:
         network = load(directory, name=model)
         server = HTTPServer((HOST, 0), _answering(lambda: "", lambda asked: _completed(network, model, asked)))
-        unmapped = unmapped_bytes((*network.parameters(), *factors(network)), directory)
+        unmapped = unmapped_bytes(network, directory)
         _say(saying, {"model": model, "pid": os.getpid(), "port": server.server_port, "unmapped": unmapped})
         server.serve_forever()
     except SandhiError as error:

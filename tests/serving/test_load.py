@@ -14,7 +14,7 @@ from sandhi_core.errors import CheckpointError
 from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.rungs.residual import factors
-from sandhi_core.serving.hold import unmapped_bytes
+from sandhi_core.serving.census import unmapped_bytes
 from sandhi_core.serving.load import index_of, load, module_of
 from sandhi_core.survey import survey
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, PICKLES
