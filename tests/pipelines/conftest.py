@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from pipelines.cli import main
+from sandhi_core.serving.engines import PYTHON
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama
 
@@ -29,6 +30,7 @@ def sandhi(*arguments: object) -> tuple[int, str, str]:
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DAGSTER_HOME", "unset")
         patch.delenv("DAGSTER_HOME")
+        patch.delenv(PYTHON, raising=False)  # proofs measure with transformers, whatever is installed
         status = main([str(a) for a in arguments])
     return status, out.getvalue(), err.getvalue()
 

@@ -33,10 +33,8 @@ PROMPTS = 50
 
 
 def line(folder: Path, trained: Path, dtype: torch.dtype, **sections: Any) -> Line:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(PYTHON, raising=False)  # proved with transformers
-        pool = searched_pool(folder, trained, dtype, **(LADDER | sections))
-        return Line(pool, folder / "root", built(pool, folder / "root"))
+    pool = searched_pool(folder, trained, dtype, **(LADDER | sections))
+    return Line(pool, folder / "root", built(pool, folder / "root"))
 
 
 @pytest.fixture(scope="session")
