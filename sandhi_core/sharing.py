@@ -51,8 +51,8 @@ def prove(
     `answers` has transformers answer the same questions from a directory. Where the files already
     differ nothing is loaded from them. Saved in memory beyond the claim (pages are whole) is not counted. What does
     not hold is a problem of the proof, which then did not pass;
-    raises ProofError only where the export has no manifest, and what `answers` and `compared_by` raise of one that cannot
-    be loaded or served at all.
+    raises ProofError only where the export has no manifest, and what `answers` and `compared_by` raise of one that
+    cannot be loaded or served at all.
     """
     export_root = root / merged.export
     manifest = read_manifest(export_root)
