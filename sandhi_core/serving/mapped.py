@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -138,16 +138,8 @@ class MappedModel:
 
     def residual(self, weight: str) -> Residual | None:
         """What the model adds to a weight, as views. Raises CheckpointError where one of two parts is missing."""
-        found: list[Tensor | None] = []
-        for what, pair in (("factor", factor_names(weight)), ("vector", vector_names(weight))):
-            there = [part for part in pair if part in self.tensors]
-            for part in pair:
-                if there and part not in self.tensors:
-                    message = f"is missing, the other {what} of its weight is there"
-                    raise _damaged(self.model, self.directory, message, part)
-            found += [self.tensor(part) if part in there else None for part in pair]
-        down, up, scale, shift = found
-        return None if down is None and scale is None else Residual(up, down, scale, shift)
+        found = residual_among(self.tensors, weight, self.model, self.directory)
+        return Residual(**{part: self.tensor(name) for part, name in found.items()}) if found else None
 
     def _raw(self, name: str) -> memoryview:
         shard, there = self._held[name]
@@ -163,6 +155,15 @@ class MappedModel:
     def _digest(self, name: str) -> str:
         tensor = self.tensors[name]
         return tensor_digest(tensor.dtype, tensor.shape, self._raw(name))
+
+
+def opened(directory: Path) -> MappedModel | None:
+    """The model whose directory this is, None where it is a checkpoint that belongs to no export, or a base that an
+    export has beside its models. Raises as MappedModel.open does."""
+    directory = directory.resolve()
+    if not (directory.parent / MANIFEST).is_file():
+        return None
+    return MappedModel.open(directory) if model_in(read_manifest(directory.parent), directory) else None
 
 
 def model_in(manifest: Manifest, directory: Path) -> str | None:
@@ -184,6 +185,20 @@ def aliases(manifest: Manifest) -> dict[str, tuple[tuple[str, str], ...]]:
         for digest, held in holders.items()
         if len({name for _, _, name in held}) > 1
     }
+
+
+def residual_among(names: Collection[str], weight: str, model: str, directory: Path) -> dict[str, str]:
+    """The names of what goes with a weight among a model's tensors, by what they are to a Residual. Raises
+    CheckpointError where one factor or vector is there and the other is not."""
+    found: dict[str, str] = {}
+    pairs = (("factor", ("down", "up"), factor_names(weight)), ("vector", ("scale", "shift"), vector_names(weight)))
+    for what, parts, pair in pairs:
+        there = [name for name in pair if name in names]
+        for name in pair:
+            if there and name not in names:
+                raise _damaged(model, directory, f"is missing, the other {what} of its weight is there", name)
+        found |= dict(zip(parts, there, strict=False))
+    return found
 
 
 class _Shards:
