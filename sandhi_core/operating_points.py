@@ -18,7 +18,7 @@ from sandhi_core.records import (
     Savings,
     Trajectory,
 )
-from sandhi_core.savings import savings
+from sandhi_core.savings import PAGE_ALIGNED, savings
 
 BUDGETS: Mapping[str, float] = {"B": 0.01, "C": 0.02}
 """The reference's uniform budgets, for metrics that are fractions: one and two points."""
@@ -31,9 +31,11 @@ class _Members:
     cutoff_sets: Mapping[str, CutoffSet]
     trajectories: Mapping[str, Trajectory]
     fingerprints: Mapping[str, Fingerprint]
+    alignment: int = PAGE_ALIGNED
 
     def savings(self, steps: Mapping[str, int]) -> Savings:
-        return savings({m: assignment_at(t, steps[m]) for m, t in self.trajectories.items()}, self.fingerprints)
+        assigned = {m: assignment_at(t, steps[m]) for m, t in self.trajectories.items()}
+        return savings(assigned, self.fingerprints, self.alignment)
 
     def point(self, name: str, criterion: str, steps: Mapping[str, int]) -> OperatingPoint:
         drops = {m: max(at_most(c.cutoffs, steps[m]).drops.values()) for m, c in self.cutoff_sets.items()}
@@ -119,7 +121,7 @@ def operating_points(
     stay valid: testing in a fixed sequence bounds the chance of even one false certificate in the whole walk, so
     any cutoff of the walk may be picked afterwards, on whatever ground (Maurer, Hothorn, Lehmacher 1995).
     """
-    members = _Members(cutoff_sets, trajectories, fingerprints)
+    members = _Members(cutoff_sets, trajectories, fingerprints, pool.deploy.alignment_bytes)
     points = [members.point("A", "unmerged", dict.fromkeys(cutoff_sets, 0))]
     for name, budget in budgets.items():
         uniform = members.uniform(budget)

@@ -37,25 +37,36 @@ _SAMPLE = 32  # one tensor of so many
 _READERS = 8  # threads that hash at once: sha256 leaves the interpreter to others
 
 
-_maps: WeakValueDictionary[tuple[int, FileIdentity], mmap.mmap] = WeakValueDictionary()  # by device and identity
+class _Mapping(mmap.mmap):
+    """A whole file, and where its tensors lie. The header is read in the mapping: what maps the file keeps it in
+    memory, and the next process that opens it reads nothing from the disk."""
+
+    places: dict[str, Place]
+
+
+_maps: WeakValueDictionary[tuple[int, FileIdentity], _Mapping] = WeakValueDictionary()  # by device and identity
 _mapping = Lock()
 
 
 class Shard:
-    """A weight file and where its tensors lie by its own header; over one mapping a file and process, whatever names
-    the file is opened by, for as long as a view of it is alive."""
+    """A weight file of a path; over one mapping a file and process, whatever names the file is opened by, for as long
+    as a view of it is alive."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where it cannot be opened, FormatError unless it is a whole safetensors file."""
         with path.open("rb") as f:
-            self.path = path
-            self.places: dict[str, Place] = header_of(f)
             status = os.fstat(f.fileno())
             key = (status.st_dev, FileIdentity.of(status))
             with _mapping:
                 mapping = _maps.get(key)
                 if mapping is None:
-                    mapping = _maps[key] = mmap.mmap(f.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+                    if not status.st_size:
+                        raise FormatError("it is empty")
+                    mapping = _Mapping(f.fileno(), status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+                    mapping.places = header_of(mapping, status.st_size)
+                    _maps[key] = mapping
+        self.path = path
+        self.places = mapping.places
         self._view = memoryview(mapping)
 
     def raw(self, name: str) -> memoryview:
