@@ -47,7 +47,6 @@ from sandhi_core.serving.load import load
 from sandhi_core.store import Store
 
 _MIB = 1 << 20
-_TIMEOUT = 600.0  # seconds that one load may take
 
 
 @dataclass(frozen=True)
@@ -177,17 +176,13 @@ def _files(directory: Path) -> list[Path]:
 # --- measurements -------------------------------------------------------------------------------------------
 
 
-def measured(
-    warm_up: Path, before: Sequence[Path], directory: Path, held: frozenset[Path], cold: bool
-) -> tuple[Loaded, bool]:
-    """One load while the directories `before` are held by processes of their own, and whether the cache was as it
-    should be. `held`: the files of this model that those processes have mapped."""
+def measured(warm_up: Path, directory: Path, held: frozenset[Path], cold: bool) -> tuple[Loaded, bool]:
+    """One load, and whether the page cache was as it should be. `held`: files of this model that others have mapped."""
     files = _files(directory)
-    with _held(warm_up, before), _process(warm_up, directory) as process:
+    with _process(warm_up, directory) as process:
         if cold:
             _evict(files)
-            own = [path for path in files if path.parent == directory and path not in held]
-            sound = not any(_resident(path) for path in own)
+            sound = not any(_resident(path) for path in files if path.parent == directory and path not in held)
         else:
             _fill(files)
             sound = all(_resident(path) >= path.stat().st_size for path in files)
@@ -205,29 +200,26 @@ def _held(warm_up: Path, directories: Sequence[Path]) -> Iterator[None]:
 
 
 def lines(warm_up: Path, export: Path, originals: Mapping[str, Path], rounds: int) -> list[Line]:
-    """The second and later models by name. Ways alternate within every round."""
+    """The second and later models by name, while processes hold those before, of the export and of the originals."""
     manifest, names, found = read_manifest(export), sorted(originals), []
     for number, model in enumerate(names[1:], 1):
         before = names[:number]
         saved, held = _saved(manifest, before, model), _mapped(manifest, export, before, model)
-        for cache in ("cold", "warm"):
-            ours: list[Loaded] = []
-            theirs: list[Loaded] = []
-            sound = True
-            for at in range(rounds):
-                one, well = measured(warm_up, [export / n for n in before], export / model, held, cache == "cold")
-                other, too = measured(
-                    warm_up, [originals[n] for n in before], originals[model], frozenset(), cache == "cold"
-                )
-                ours.append(one)
-                theirs.append(other)
-                sound &= well and too
-                say(
-                    f"{model}, {cache}: round {at + 1} of {rounds}: "
-                    f"{one.read / _MIB:.1f} and {other.read / _MIB:.1f} MiB in {one.ready:.2f} and {other.ready:.2f} s"
-                )
-            checkpoint = sum(path.stat().st_size for path in _files(originals[model]))
-            found.append(Line(model, cache, checkpoint, saved, _median(ours), _median(theirs), sound))
+        checkpoint = sum(path.stat().st_size for path in _files(originals[model]))
+        with _held(warm_up, [directory for n in before for directory in (export / n, originals[n])]):
+            for cache in ("cold", "warm"):
+                ours, theirs, sound = [], [], True
+                for at in range(rounds):  # the two ways in turn
+                    one, well = measured(warm_up, export / model, held, cache == "cold")
+                    other, too = measured(warm_up, originals[model], frozenset(), cache == "cold")
+                    ours.append(one)
+                    theirs.append(other)
+                    sound &= well and too
+                    say(
+                        f"{model}, {cache}: round {at + 1} of {rounds}: {one.read / _MIB:.1f} and "
+                        f"{other.read / _MIB:.1f} MiB in {one.ready:.2f} and {other.ready:.2f} s"
+                    )
+                found.append(Line(model, cache, checkpoint, saved, _median(ours), _median(theirs), sound))
     return found
 
 
@@ -316,8 +308,8 @@ def printed(name: str, found: Sequence[Line], made: str, rounds: int) -> str:
             "",
             table(head, rows),
             "",
-            "read, made, ready: from the export; whole: from the model's own checkpoint. Bytes in MiB: of the checkpoint;",
-            "saved: of its tensors that a process has mapped already; read and not read: from the disk.",
+            "read, made, ready: from the export; whole: from the model's own checkpoint. Bytes in MiB: of the",
+            "checkpoint; saved: of its tensors that a process has mapped already; read and not read: from the disk.",
             f"At least the bytes saved are bytes not read: {'yes' if holds else 'NO'}.",
             f"The page cache was as it should be before every load (mincore): {'yes' if sound else 'NO'}.",
         ]
