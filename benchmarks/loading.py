@@ -117,15 +117,15 @@ def _process(warm_up: Path, directory: Path) -> Iterator["subprocess.Popen[str]"
     """One that waits for its line; ended when the block is."""
     command = [sys.executable, "-m", "benchmarks.loading", "--worker", str(warm_up), str(directory)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        if process.stdout.readline() != "waiting\n":
-            raise RuntimeError(f"the process that loads {directory} ended early")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != "waiting\n":
+                raise RuntimeError(f"the process that loads {directory} ended early")
+            yield process
+        finally:
+            process.kill()
 
 
 def _go(process: "subprocess.Popen[str]") -> Loaded:
