@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sandhi_core.errors import ProofError
+from sandhi_core.layout import MANIFEST
 from sandhi_core.records import MemoryComparison, ProcessMemory
 from sandhi_core.survey_files import SUFFIXES
 
@@ -49,7 +50,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """A directory's safetensors files and their sizes in bytes. They are recognised in a process by device
+    """A model's safetensors files and their sizes in bytes. They are recognised in a process by device
     and inode, or else by path: some file systems show stat another device than they show in /proc."""
 
     identities: frozenset[Identity]
@@ -63,8 +64,11 @@ class WeightFiles:
 
 
 def weight_files(directory: Path) -> WeightFiles:
+    """Those in a directory; where it lies in an export also those beside it, in which the same tensors by other names
+    are read."""
     paths, sizes = {}, {}
-    for path in (path for suffix in SUFFIXES.values() for path in directory.glob(f"*{suffix}")):
+    root, below = (directory.parent, "*/") if (directory.parent / MANIFEST).is_file() else (directory, "")
+    for path in (path for suffix in SUFFIXES.values() for path in root.glob(f"{below}*{suffix}")):
         status = path.stat()
         identity = (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino)
         paths[str(path.resolve())] = identity
