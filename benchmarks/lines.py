@@ -87,9 +87,9 @@ def offered(way: Way, bases: Sequence[Path]) -> Sections:
     return {**way.sections, "merging": merging}
 
 
-def rows(name: str, pool: Pool, bases: Sequence[Path], folder: Path) -> Iterator[Outcome]:
+def rows(name: str, way: Way, pool: Pool, bases: Sequence[Path], folder: Path) -> Iterator[Outcome]:
     """A way's rows, one a quality; those after the first are built on from it, and say what both took together."""
-    way, spent, evaluations = WAYS[name], 0.0, 0
+    spent, evaluations = 0.0, 0
     for quality in way.qualities:
         sections = {**offered(way, bases), "holdout": {"quality": quality}}
         outcome = built(f"{name}, {quality}" if len(way.qualities) > 1 else name, pool, sections, folder)

@@ -34,7 +34,7 @@ def outcomes(pool: Pool, bases: Bases, mergekit: Path | None, ways: Sequence[str
         yield from Wholes(pool, bases, folder / "wholes").rows(mergekit)
     for number, name in enumerate(way for way in ways if way != WHOLES):
         (folder / str(number)).mkdir()
-        yield from lines.rows(name, pool, list(bases), folder / str(number))
+        yield from lines.rows(name, WAYS[name], pool, list(bases), folder / str(number))
 
 
 def _read(file: Path) -> list[Outcome]:

@@ -120,6 +120,12 @@ class ProofError(SandhiError):
     code = "proof"
 
 
+class ServingError(SandhiError):
+    """A server cannot be started, has ended, or does not answer."""
+
+    code = "serving"
+
+
 class PreflightError(SandhiError):
     """Preflight found errors; carries all of them."""
 

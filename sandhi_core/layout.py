@@ -18,6 +18,7 @@ from sandhi_core.savings import Holding, holdings
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 MANIFEST = "sandhi.json"
+SCHEMA_VERSION = Manifest.model_fields["schema_version"].default
 DEPLOYMENT = "deployment.json"  # joins the export once it is proved; the manifest does not speak of it
 PRIVATE = "private"  # the file of what a model alone holds, before the suffix
 ADAPTER = "adapter_model"  # that of the factors of its residuals: what PEFT calls it, so that an adapter can link to it
@@ -161,8 +162,8 @@ def unlinked(export_root: Path, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def read_manifest(export_root: Path) -> Manifest:
-    """The manifest of an export. Raises ProofError where it is missing, invalid, or names files elsewhere or shards as
-    the shards of another kind of model."""
+    """The manifest of an export. Raises ProofError where it is missing, invalid, of another version, or names files
+    elsewhere or shards as the shards of another kind of model."""
     path = export_root / MANIFEST
     remedy = "give the directory that holds sandhi.json, as `sandhi build` prints it, or build again"
     try:
@@ -170,6 +171,10 @@ def read_manifest(export_root: Path) -> Manifest:
     except OSError as error:
         raise ProofError(f"cannot be read: {error.strerror}", file=str(path), remedy=remedy) from None
     except ValidationError as error:
+        if other := next((e["input"] for e in error.errors() if e["loc"] == ("schema_version",)), None):
+            message = f"is of schema version {other}, this Sandhi reads {SCHEMA_VERSION}"
+            remedy = "use the Sandhi that wrote it, or build the export again with this one"
+            raise ProofError(message, file=str(path), remedy=remedy) from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ProofError(f"no manifest: {where} {first['msg']}", file=str(path), remedy=remedy) from None

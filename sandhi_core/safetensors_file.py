@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -106,11 +106,16 @@ def read_header(path: Path) -> dict[str, Place]:
     OSError where the file cannot be read.
     """
     with path.open("rb") as f:
-        size = os.fstat(f.fileno()).st_size
-        length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise FormatError(f"no header fits into its {size} bytes: truncated, or not safetensors")
-        header = _parse(f.read(length))
+        return header_of(f)
+
+
+def header_of(f: BinaryIO) -> dict[str, Place]:
+    """`read_header` of a file that is open at its beginning: of this file, whatever has its name by now."""
+    size = os.fstat(f.fileno()).st_size
+    length = int.from_bytes(f.read(8), "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER):
+        raise FormatError(f"no header fits into its {size} bytes: truncated, or not safetensors")
+    header = _parse(f.read(length))
     header.pop("__metadata__", None)
     places = sorted((_place(n, v) for n, v in header.items()), key=lambda item: item[1][2:])
     end = 0
@@ -126,8 +131,8 @@ def read_header(path: Path) -> dict[str, Place]:
 
 def map_file(path: Path) -> dict[str, Entry]:
     """Every tensor of a file over one read-only mapping, in file order. Raises as read_header does."""
-    places = read_header(path)
     with path.open("rb") as f:
+        places = header_of(f)
         view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
     return {n: Entry(n, p.dtype, p.shape, view[p.start : p.end]) for n, p in places.items()}
 

@@ -74,7 +74,7 @@ def fingerprint_of(checkpoint: Checkpoint) -> Fingerprint:
         model=checkpoint.model,
         model_type="llama",
         layers=2,
-        dtype=checkpoint.header(GATE).dtype,
+        dtype=tensors[0].dtype,
         files=files,
         tensors=tuple(tensors),
         slots=(),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import rungs
-from benchmarks.lines import WAYS, offered, varied
+from benchmarks.ladders import RUNGS
+from benchmarks.lines import WAYS, Way, offered, varied
 from benchmarks.outcomes import Loss, Outcome, told
 from benchmarks.wholes import Wholes
 from sandhi_core.pool import load_pool
@@ -51,14 +52,14 @@ def test_an_adapter_of_full_rank_is_the_model_itself(wholes: Wholes) -> None:
 
 
 @pytest.mark.parametrize("based", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS.values(), *RUNGS.values()])
 def test_every_way_of_the_pipeline_is_a_pool_file(
-    way: str, based: bool, trained: Path, trained_pool: Path, tmp_path: Path
+    way: Way, based: bool, trained: Path, trained_pool: Path, tmp_path: Path
 ) -> None:
     pool, bases = load_pool(trained_pool), [trained / "models" / "base"] if based else []
-    made = load_pool(varied(pool, offered(WAYS[way], bases), tmp_path / "pool.yaml"))
+    made = load_pool(varied(pool, offered(way, bases), tmp_path / "pool.yaml"))
     assert made.models == pool.models and made.evaluation == pool.evaluation
-    assert [base.path for base in made.bases] == [str(base) for base in bases if WAYS[way].bases]
+    assert [base.path for base in made.bases] == [str(base) for base in bases if way.bases]
 
 
 @pytest.mark.slow

@@ -1,0 +1,244 @@
+"""One model of an export as its files are mapped: read-only, held to the manifest, a digest in memory once.
+
+Every loader stands on this. A tensor is a view of a MAP_SHARED, PROT_READ mapping: all processes that map the file
+have the same pages of the page cache, and a stray write into one is a segmentation fault, not another model's answers.
+A mapping belongs to the file that was opened: one that is put in its place later is not seen. A file that is cut
+short while it is mapped kills whoever reads on (SIGBUS, mmap(2)), which no reader can turn into an error.
+"""
+
+import hashlib
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Literal, Self
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from sandhi_core.assignment import factor_names, is_factor, vector_names
+from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.disk import RESTORE
+from sandhi_core.errors import CheckpointError, ProofError
+from sandhi_core.layout import MANIFEST, read_manifest, shards
+from sandhi_core.records import ExportedTensor, Manifest
+from sandhi_core.rungs.residual import Residual
+from sandhi_core.safetensors_file import FormatError, Place, header_of, tensor_over
+from sandhi_core.savings import worth_a_file
+from sandhi_core.survey_files import FileIdentity
+
+Digests = Literal["full", "sampled", "off"]
+"""How much of what is mapped is held to the manifest's digests: every tensor, some of them, none."""
+
+_SAMPLE = 32  # one tensor of so many
+_READERS = 8  # threads that hash at once: sha256 leaves the interpreter to others
+
+
+_maps: WeakValueDictionary[tuple[int, FileIdentity], mmap.mmap] = WeakValueDictionary()  # by device and identity
+_mapping = Lock()
+
+
+class Shard:
+    """A weight file and where its tensors lie by its own header; over one mapping a file and process, whatever names
+    the file is opened by, for as long as a view of it is alive."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where it cannot be opened, FormatError unless it is a whole safetensors file."""
+        with path.open("rb") as f:
+            self.path = path
+            self.places: dict[str, Place] = header_of(f)
+            status = os.fstat(f.fileno())
+            key = (status.st_dev, FileIdentity.of(status))
+            with _mapping:
+                mapping = _maps.get(key)
+                if mapping is None:
+                    mapping = _maps[key] = mmap.mmap(f.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._view = memoryview(mapping)
+
+    def raw(self, name: str) -> memoryview:
+        """A tensor's bytes, row-major."""
+        place = self.places[name]
+        return self._view[place.start : place.end]
+
+
+class MappedModel:
+    """A model directory of an export. `tensors` is what the manifest says of each, by name."""
+
+    def __init__(self, model: str, directory: Path, manifest: Manifest) -> None:
+        self.model = model
+        self.directory = directory
+        self.manifest = manifest
+        self.tensors: Mapping[str, ExportedTensor] = manifest.models[model].tensors
+        self._held: dict[str, tuple[Shard, str]] = {}  # where each is read, and its name there
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Map every file of the model whose directory this is, and hold the headers to the manifest beside it.
+
+        Raises ProofError where the manifest cannot be read, is of another schema version, or says otherwise than a
+        header; CheckpointError where the directory is none of the export's models, or a file is missing, a link to
+        nothing, cut short, or not safetensors.
+        """
+        directory = directory.resolve()
+        manifest = read_manifest(directory.parent)
+        model = model_in(manifest, directory)
+        if model is None:
+            raise CheckpointError(
+                f"is none of the models of the export beside it ({MANIFEST})",
+                model=directory.name,
+                file=str(directory),
+                remedy=f"give one of {', '.join(sorted(m.directory for m in manifest.models.values()))}",
+            )
+        mapped = cls(model, directory, manifest)
+        found = _Shards(directory.parent, manifest)
+        for name, tensor in mapped.tensors.items():
+            mapped._held[name] = found.place(model, name, tensor)
+        return mapped
+
+    def shared(self) -> frozenset[str]:
+        """The tensors that another model or another name holds too, in one file: shared shards, and aliases."""
+        known = aliases(self.manifest)
+        return frozenset(
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.sharing != "private" or (self.model, name) in known.get(tensor.digest, ())
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapping, of the shape and dtype that the manifest has. Raises KeyError where the model has no
+        such tensor."""
+        tensor = self.tensors[name]
+        return tensor_over(tensor.dtype, tensor.shape, self._raw(name))
+
+    def file(self, name: str) -> tuple[Path, int]:
+        """Where a tensor is read: the file, and the place of its first byte."""
+        shard, there = self._held[name]
+        return shard.path, shard.places[there].start
+
+    def check(self, how: Digests = "full") -> None:
+        """Hold what is mapped to the manifest's digests. `sampled`: one in 32 tensors, at least one, each as a whole:
+        the same at every start, others for another model. Reading a tensor brings it into memory.
+
+        Raises ProofError for the first tensor, by name, that is another.
+        """
+        with ThreadPoolExecutor(_READERS) as readers:
+            chosen = self._chosen(how)
+            for name, found in zip(chosen, readers.map(self._digest, chosen), strict=True):
+                if found != self.tensors[name].digest:
+                    raise ProofError(
+                        f"is not what was exported: its digest is {found}, {self.tensors[name].digest} is expected",
+                        model=self.model,
+                        file=str(self.file(name)[0]),
+                        tensor=name,
+                        remedy=RESTORE,
+                    )
+
+    def residual(self, weight: str) -> Residual | None:
+        """What the model adds to a weight, as views. Raises CheckpointError where one of two parts is missing."""
+        found: list[Tensor | None] = []
+        for what, pair in (("factor", factor_names(weight)), ("vector", vector_names(weight))):
+            there = [part for part in pair if part in self.tensors]
+            for part in pair:
+                if there and part not in self.tensors:
+                    message = f"is missing, the other {what} of its weight is there"
+                    raise _damaged(self.model, self.directory, message, part)
+            found += [self.tensor(part) if part in there else None for part in pair]
+        down, up, scale, shift = found
+        return None if down is None and scale is None else Residual(up, down, scale, shift)
+
+    def _raw(self, name: str) -> memoryview:
+        shard, there = self._held[name]
+        return shard.raw(there)
+
+    def _chosen(self, how: Digests) -> list[str]:
+        if how == "off":
+            return []
+        salt = f"{self.manifest.digest} {self.model} "
+        drawn = sorted(self.tensors, key=lambda name: hashlib.sha256((salt + name).encode()).digest())
+        return sorted(drawn if how == "full" else drawn[: max(len(drawn) // _SAMPLE, 1)])
+
+    def _digest(self, name: str) -> str:
+        tensor = self.tensors[name]
+        return tensor_digest(tensor.dtype, tensor.shape, self._raw(name))
+
+
+def model_in(manifest: Manifest, directory: Path) -> str | None:
+    """The model of an export that lives in a directory, by the directory's name."""
+    return next((name for name, model in manifest.models.items() if model.directory == directory.name), None)
+
+
+def aliases(manifest: Manifest) -> dict[str, tuple[tuple[str, str], ...]]:
+    """By digest, who holds a tensor that occurs under several names: (model, name), those in a file of their own first.
+    All of them read it where the first one has it. Smaller ones than a page are not worth another file's page, and
+    factors of residuals are their model's own."""
+    holders: dict[str, list[tuple[bool, str, str]]] = defaultdict(list)
+    for model, exported in manifest.models.items():
+        for name, tensor in exported.tensors.items():
+            if worth_a_file(tensor.nbytes, len(tensor.shape) == 1, merged=False) and not is_factor(name):
+                holders[tensor.digest].append((tensor.sharing == "private", model, name))
+    return {
+        digest: tuple((model, name) for _, model, name in sorted(held))
+        for digest, held in holders.items()
+        if len({name for _, _, name in held}) > 1
+    }
+
+
+class _Shards:
+    """The weight files of an export, each opened once and held to the manifest."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root = root
+        self._models = manifest.models
+        self._aliases = aliases(manifest)
+        self._expected = {name: shards(model) for name, model in manifest.models.items()}
+        self._found: dict[tuple[str, str], Shard] = {}
+
+    def place(self, model: str, name: str, tensor: ExportedTensor) -> tuple[Shard, str]:
+        """Where a tensor of a model is read. Its own file must be sound even if another's is read instead; a model
+        whose directory did not come along with this one is passed over."""
+        own = self._shard(model, tensor.file)
+        for other, there in self._aliases.get(tensor.digest, ()):
+            exported = self._models[other]
+            if other == model or (self._root / exported.directory).is_dir():
+                return self._shard(other, exported.tensors[there].file), there
+        return own, name
+
+    def _shard(self, model: str, file: str) -> Shard:
+        if (model, file) not in self._found:
+            self._found[model, file] = _agreeing(
+                model, self._root / self._models[model].directory / file, self._expected[model][file]
+            )
+        return self._found[model, file]
+
+
+def _agreeing(model: str, path: Path, expected: Mapping[str, ExportedTensor]) -> Shard:
+    """The file, where it holds these tensors and no others."""
+    try:
+        shard = Shard(path)
+    except FileNotFoundError:
+        raise _damaged(model, path, "is a link to nothing" if path.is_symlink() else "is missing") from None
+    except OSError as error:
+        raise _damaged(model, path, f"cannot be read: {error.strerror or error}") from None
+    except FormatError as error:
+        raise _damaged(model, path, f"is no intact safetensors file: {error}") from None
+    for name in sorted(shard.places.keys() | expected.keys()):
+        message = _difference(shard.places.get(name), expected.get(name))
+        if message:
+            raise ProofError(message, model=model, file=str(path), tensor=name, remedy=RESTORE)
+    return shard
+
+
+def _difference(found: Place | None, expected: ExportedTensor | None) -> str | None:
+    if expected is None or found is None:
+        return f"is missing: {MANIFEST} has it in this file" if expected else f"is no tensor that {MANIFEST} has here"
+    held, said = (found.dtype, found.shape), (expected.dtype, expected.shape)
+    if held != said or found.end - found.start != expected.nbytes:
+        return f"is {held[0]} {list(held[1])} in the file, {said[0]} {list(said[1])} in {MANIFEST}"
+    return None
+
+
+def _damaged(model: str, file: Path, message: str, tensor: str | None = None) -> CheckpointError:
+    return CheckpointError(message, model=model, file=str(file), tensor=tensor, remedy=RESTORE)
