@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.nn.functional import linear
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, RowParallelLinear
 
@@ -14,7 +14,7 @@ from sandhi_core.serving.vllm_plugin.pieces import Piece, by_columns, by_rows
 from sandhi_core.serving.vllm_plugin.provider import Source
 
 
-class MappedLinear(LinearMethodBase):
+class MappedLinear(LinearMethodBase):  # type: ignore[misc]
     """A layer of which at least one matrix is shared, or has something added to it. Each of its matrices is a parameter
     of its own: a shared one is a view and has no private copy at any time. Unlike vLLM's own method it never repacks."""
 
@@ -28,7 +28,7 @@ class MappedLinear(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -44,7 +44,7 @@ class MappedLinear(LinearMethodBase):
             for name, tensor in self._source.residual(piece).parts.items():
                 layer.register_buffer(f"{part}_{name}", tensor, persistent=False)
 
-    def _pieces(self, layer: Module, columns: int, rows: Sequence[int]) -> tuple[Piece, ...]:
+    def _pieces(self, layer: Any, columns: int, rows: Sequence[int]) -> tuple[Piece, ...]:
         shapes = [self._source.shape(name) for name in self._names]
         try:
             if isinstance(layer, RowParallelLinear):
@@ -59,7 +59,7 @@ class MappedLinear(LinearMethodBase):
             raise self._source.wrong(self._names[0], str(error)) from None
         return pieces
 
-    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         outputs = []
         start = 0
         for part in self._parts:
@@ -75,7 +75,7 @@ class MappedLinear(LinearMethodBase):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-def _logical(layer: Module) -> list[int]:
+def _logical(layer: Any) -> list[int]:
     """Rows of each of a layer's matrices over all ranks, each counted once."""
     if isinstance(layer, QKVParallelLinear):
         heads = (layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads)

@@ -1,7 +1,9 @@
 """The load format `sandhi`: checks an export, hands its tensors to the layers, and accepts no gap."""
 
 import json
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.nn import Module
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.config.utils import replace
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -18,7 +21,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from sandhi_core.assignment import factors_among
 from sandhi_core.errors import CheckpointError
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.vllm_plugin.provider import Source, provider
+from sandhi_core.serving.vllm_plugin.provider import Files, Provider, Source, attached
 from sandhi_core.serving.vllm_plugin.quantization import SandhiConfig
 from sandhi_core.serving.vllm_plugin.refuse import NAME, Engine, Options, require_servable
 
@@ -68,10 +71,10 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
         shared = {name: model.tensors[name] for name in model.shared() if len(model.tensors[name].shape) == 2}
         require_servable(model.model, config, shared, engine_of(vllm_config, self._options))
         model.check(self._options.digests)
-        device = torch.device(vllm_config.device_config.device_type)
-        source = Source(model, provider(model, self._options.owner), device, model_config.dtype)
+        source = self._opened(model, vllm_config)
         tied = getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
-        vllm_config.quant_config.bind(source, tied)
+        quantization: SandhiConfig = vllm_config.quant_config
+        quantization.bind(source, tied)
         network: Module = super().create_model(vllm_config, model_config, prefix)
         self._source = source
         self._mapped = {
@@ -84,9 +87,19 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
         _require_taken(source)
         return network
 
+    def _opened(self, model: MappedModel, vllm_config: VllmConfig) -> Source:
+        device = torch.device(vllm_config.device_config.device_type)
+        shared: Provider = Files(model)
+        if device.type == "cuda":
+            ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+            died = partial(logger.warning, "the owner %s is gone: this engine goes on", self._options.owner)
+            shared = attached(model, self._options, torch.cuda.current_device(), rank, ranks, died)
+        return Source(model, shared, device, vllm_config.model_config.dtype)
+
     def get_all_weights(self, model_config: ModelConfig, model: Module) -> Iterator[tuple[str, Tensor]]:
         """What no layer maps: norms, biases, and matrices that are the model's own in layers where nothing is shared.
         vLLM copies each, a rank's part of it, into parameters of its own."""
+        self.counter_before_loading_weights = time.perf_counter()  # vLLM logs the time since
         source = self._require_source()
         added = factors_among(source.model.tensors)
         for name in source.model.tensors:
@@ -108,9 +121,8 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
             if parameters[name].data_ptr() != address:
                 message = f"vLLM has replaced the mapped parameter {name} by a copy"
                 raise CheckpointError(message, model=model_config.model, remedy="serve it without the plugin")
-        unique = {parameter.data_ptr(): parameter.nbytes for parameter in parameters.values()}
-        mapped = sum(unique[address] for address in set(self._mapped.values()))
-        logger.info("%d of %d bytes of weights are mapped", mapped, sum(unique.values()))
+        sizes = {address: parameters[name].nbytes for name, address in self._mapped.items()}
+        logger.info("%d tensors of %d bytes are mapped", len(sizes), sum(sizes.values()))
         return network
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
@@ -118,7 +130,8 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
         vLLM asks before it loads, and on GPUs only."""
         model = MappedModel.open(Path(vllm_config.model_config.model))
         sizes = {model.tensors[name].digest: model.tensors[name].nbytes for name in model.shared()}
-        return sum(sizes.values()) // vllm_config.parallel_config.tensor_parallel_size
+        ranks: int = vllm_config.parallel_config.tensor_parallel_size
+        return sum(sizes.values()) // ranks
 
     def _require_source(self) -> Source:
         assert self._source is not None, "vLLM creates a model before it loads weights"
@@ -139,5 +152,3 @@ def _require_taken(source: Source) -> None:
         total = sum(tensor.nbytes for tensor in matrices.values())
         message = "%d duplicate tensors (%d bytes) are copied, not mapped: vLLM has no place to map them, such as %s"
         logger.warning(message, len(matrices), total, next(iter(matrices)))
-
-

@@ -1,15 +1,19 @@
 """Where the tensors that a model maps come from: its files on the CPU, their owner's memory on a GPU."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from sandhi_core.assignment import factors_among
+from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
 from sandhi_core.rungs.residual import Residual
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.vllm_plugin.pieces import Piece
+from sandhi_core.serving.vllm_plugin.refuse import RANK, Options
 
 
 class Provider(Protocol):
@@ -33,7 +37,7 @@ class Owner:
     """What the owner of a GPU holds, mapped read-only; it has divided the matrices among ranks already."""
 
     def __init__(self, model: MappedModel, held: Any) -> None:
-        """`held.tensor(name)` is what the owner holds for this rank."""
+        """`held.tensor(name)` is what the owner holds for this rank: a rank's part, or the whole."""
         self._model = model
         self._held = held
 
@@ -51,13 +55,24 @@ class Owner:
         return found
 
 
-def provider(model: MappedModel, owner: str | None) -> Provider:
-    """Raises what attaching to an owner raises."""
-    if owner is None:
-        return Files(model)
+def attached(
+    model: MappedModel, options: Options, device: int, rank: int, ranks: int, died: Callable[[], None]
+) -> Owner:
+    """The owner of a GPU; `died` is called when it is gone. Raises what attaching to an owner raises."""
     from sandhi_core.serving.cuda.client import attach  # only where there is a GPU
 
-    return Owner(model, attach(Path(owner)))
+    held = attach(
+        Path(str(options.owner).replace(RANK, str(rank))),
+        model.manifest.digest,
+        model.model,
+        {name: model.tensors[name].digest for name in model.shared()},
+        device=device,
+        size=ranks,
+        rank=rank,
+        check=options.digests,
+        died=died,
+    )
+    return Owner(model, held)
 
 
 class Source:
@@ -67,7 +82,7 @@ class Source:
     def __init__(self, model: MappedModel, shared: Provider, device: torch.device, dtype: torch.dtype) -> None:
         self.model = model
         self.shared_names = model.shared()
-        self.added = {name for name in model.tensors if model.residual(name) is not None}
+        self.added = frozenset(factors_among(model.tensors).values())
         self.taken: set[str] = set()
         self._shared = shared
         self._device = device
@@ -104,5 +119,4 @@ class Source:
         return piece.of(self.model.tensor(piece.name)).to(self._device)
 
     def wrong(self, tensor: str, message: str) -> CheckpointError:
-        remedy = "restore the export from where it was built, or build it again"
-        return CheckpointError(message, model=self.model.model, tensor=tensor, remedy=remedy)
+        return CheckpointError(message, model=self.model.model, tensor=tensor, remedy=RESTORE)

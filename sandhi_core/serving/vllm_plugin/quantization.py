@@ -91,11 +91,11 @@ class SandhiConfig(QuantizationConfig):  # type: ignore[misc]
     def _vocabulary(self, source: Source, prefix: str) -> QuantizeMethodBase | None:
         """Embedding and head go together, since vLLM may tie them: both are mapped if one is shared, or if the files
         have a head of its own where vLLM would take the embedding instead."""
-        embedding = next((name for name in source.model.tensors if name.endswith(_EMBEDDING)), None)
-        stored = [name for name in (embedding, _HEAD) if name in source.model.tensors]
+        stored = [name for name in source.model.tensors if name.endswith(_EMBEDDING) or name == _HEAD]
         if not any(map(source.maps, stored)) and not (self._tied and _HEAD in stored):
             return None
         (name,) = self._names(prefix)
         # Some models of vLLM do not tell the embedding its name, and a tied head has no matrix of its own.
-        found = name if name in source.model.tensors else embedding
+        embedding = next((other for other in stored if other != _HEAD), None)
+        found = name if name in stored else embedding
         return None if found is None else MappedVocabulary(source, found)

@@ -1,19 +1,22 @@
 """What the plugin cannot serve, as a function of configurations: refused before an engine starts.
 
-Knows neither vLLM nor files, so that whoever plans a server can ask beforehand; the plugin asks again itself.
+Knows no vLLM and reads no files, so that whoever plans a server can ask beforehand; the plugin asks again itself.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from sandhi_core.errors import PreflightError, Problem, UsageError
 from sandhi_core.records import ExportedTensor
+from sandhi_core.serving.mapped import Digests
 
 NAME = "sandhi"
 """Of the quantization and of the load format."""
 
-Digests = Literal["full", "sampled", "off"]
+RANK = "{rank}"
+"""In the path of an owner's socket: stands for the rank."""
+
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _COPIES = "shared tensors stay as the files have them: another dtype would be a copy in each process"
 
@@ -21,7 +24,7 @@ _COPIES = "shared tensors stay as the files have them: another dtype would be a 
 @dataclass(frozen=True)
 class Options:
     """Those of `--model-loader-extra-config`. `digests`: how much of what is mapped is held to its digests at start.
-    `owner`: socket of the process that holds the shared tensors of a GPU."""
+    `owner`: socket of the process that holds a GPU's shared tensors, with `{rank}` in it where there are several GPUs."""
 
     digests: Digests = "sampled"
     owner: str | None = None
@@ -108,6 +111,9 @@ def _device(engine: Engine) -> Iterator[Finding]:
         start = "start `python -m sandhi_core.serving.cuda.owner EXPORT --socket PATH` for each GPU"
         give = """and give --model-loader-extra-config '{"owner": "PATH"}'"""
         yield None, "on a GPU shared tensors belong to a process of their own, and none is named", f"{start} {give}"
+    if engine.device == "cuda" and owner is not None and engine.tensor_parallel > 1 and RANK not in owner:
+        message = f"{engine.tensor_parallel} ranks need an owner each, but {owner} is one socket"
+        yield None, message, f"put {RANK} into the path, where the number of the rank shall be"
     if engine.device == "cpu" and owner is not None:
         yield None, "an owner is named, but on the CPU the files themselves are mapped", "leave owner out"
 

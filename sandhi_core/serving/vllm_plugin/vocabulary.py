@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.nn.functional import embedding, linear, pad
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -12,7 +12,7 @@ from sandhi_core.serving.vllm_plugin.pieces import of_vocabulary
 from sandhi_core.serving.vllm_plugin.provider import Source
 
 
-class MappedVocabulary(QuantizeMethodBase):
+class MappedVocabulary(QuantizeMethodBase):  # type: ignore[misc]
     """A matrix with a row for each token. vLLM pads the vocabulary, a mapped matrix has no rows for padding: tokens
     never ask for them, and a head answers 0 there, as vLLM's rows of zeros do."""
 
@@ -25,7 +25,7 @@ class MappedVocabulary(QuantizeMethodBase):
 
     def create_weights(
         self,
-        layer: Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -43,19 +43,19 @@ class MappedVocabulary(QuantizeMethodBase):
             raise self._source.wrong(self.name, str(error)) from None
         layer.register_parameter("weight", Parameter(self._source.weight(piece), requires_grad=False))
 
-    def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """A head that has a matrix of its own in the files keeps it, as transformers does."""
         method = embed_tokens.quant_method
         if isinstance(method, MappedVocabulary) and method.name == self.name:
             layer.weight = embed_tokens.weight
         return layer
 
-    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         missing = layer.num_embeddings_per_partition - layer.weight.shape[0]
         if bias is not None and missing:
             bias = bias[: layer.weight.shape[0]]
         logits = linear(x, layer.weight, bias)
         return pad(logits, (0, missing)) if missing else logits
 
-    def embedding(self, layer: Module, input_: Tensor) -> Tensor:
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         return embedding(input_, layer.weight)

@@ -1,16 +1,16 @@
 """Runs vLLM engines for the tests, in vLLM's own environment: `python engines.py`, a job a line on standard input.
 
 A job is JSON: `result` (the file to write), `engine` (arguments of vllm.LLM), `prompts` (lists of tokens), `tokens`
-(how many to add), `hold` (stay until standard input ends). vLLM is imported once; each job runs in a process of its own,
-forked from that one, with a session of its own. The result is JSON: `tokens` and `logprobs` of each prompt, and `maps`,
-what the process and its workers have mapped of weight files; or `error`.
+(how many to add), `hold` (stay until standard input ends). vLLM is imported once; each job runs in a process of its
+own, forked from that one. The result is JSON: `tokens` and `logprobs` of each prompt and `pids`, the process and those
+below it; or `error`.
 """
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -35,44 +35,52 @@ DEFAULTS = {
 }
 
 
-def run(job: dict) -> None:
+def run(job: dict[str, Any], end: int) -> None:
+    """`end`: a pipe that closes with the process above."""
     result = Path(job["result"])
-    done = result.with_suffix(".part")
     try:
-        engine = vllm.LLM(**DEFAULTS | job["engine"])
-        settings = vllm.SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, logprobs=0)
-        prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-        answers = [answer.outputs[0] for answer in engine.generate(prompts, settings, use_tqdm=False)]
-        found = {
-            "tokens": [list(answer.token_ids) for answer in answers],
-            "logprobs": [
-                [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
-                for answer in answers
-            ],
-            "pids": [os.getpid(), *children(os.getpid())],
-        }
+        found = answered(job)
     except BaseException as error:
         found = {"error": f"{type(error).__name__}: {error}"}
-    done.write_text(json.dumps(found))
-    done.rename(result)
-    if job.get("hold"):
-        sys.stdin.read()
+    aside = result.with_suffix(".part")
+    aside.write_text(json.dumps(found))
+    aside.rename(result)
+    if job["hold"]:
+        os.read(end, 1)
 
 
-def children(pid: int) -> list[int]:
-    """All processes below one."""
-    found = [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()]
-    return [*found, *(below for child in found for below in children(child))]
+def answered(job: dict[str, Any]) -> dict[str, Any]:
+    engine = vllm.LLM(**DEFAULTS | job["engine"])
+    settings = vllm.SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, logprobs=0)
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    answers = [answer.outputs[0] for answer in engine.generate(prompts, settings, use_tqdm=False)]
+    return {
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "logprobs": [
+            [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+            for answer in answers
+        ],
+        "pids": [os.getpid(), *below(os.getpid())],
+    }
+
+
+def below(pid: int) -> list[int]:
+    words = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    found = [int(word) for word in " ".join(words).split()]
+    return [*found, *(pid for child in found for pid in below(child))]
 
 
 def main() -> None:
     pids = []
-    for line in sys.stdin:
+    end, above = os.pipe()
+    while line := sys.stdin.buffer.raw.readline():  # unbuffered: nothing read ahead that a fork would have twice
         pid = os.fork()
         if pid == 0:
-            run(json.loads(line))
+            os.close(above)
+            run(json.loads(line), end)
             os._exit(0)
         pids.append(pid)
+    os.close(above)
     for pid in pids:
         os.waitpid(pid, 0)
 
