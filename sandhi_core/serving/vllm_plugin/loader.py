@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.config.utils import replace
@@ -37,6 +38,7 @@ def engine_of(config: VllmConfig, options: Options) -> Engine:
         "weight offloading": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
         "sleep mode": config.model_config.enable_sleep_mode,
         "expert load balancing": parallel.enable_eplb,
+        "batch invariance": envs.VLLM_BATCH_INVARIANT,
     }
     return Engine(
         dtype=str(config.model_config.dtype).removeprefix("torch."),

@@ -64,6 +64,7 @@ EXTRAS = {
     "weight offloading": "offloaded weights are copies: leave --cpu-offload-gb and --offload-* out",
     "sleep mode": "weights that are mapped cannot be put to sleep: leave --enable-sleep-mode out",
     "expert load balancing": "experts that move are copies: leave --enable-eplb out",
+    "batch invariance": "mapped layers do not use vLLM's kernels for it: leave VLLM_BATCH_INVARIANT unset",
 }
 """What an engine can do that the plugin cannot, with the remedy."""
 

@@ -16,7 +16,8 @@ from tests.conftest import CHECKOUT
 
 PYTHON = Path(os.environ.get("SANDHI_VLLM_PYTHON", CHECKOUT / ".venv-vllm" / "bin" / "python"))
 FLAGS = {"quantization": "sandhi", "load_format": "sandhi"}
-_TIMEOUT = 240.0  # seconds an engine gets to start and to answer
+_CACHE = CHECKOUT / ".sandhi-demo" / "vllm"  # what vLLM and torch's compiler keep from one run to the next
+_TIMEOUT = 500.0  # seconds an engine gets to start and to answer: some 15, but where every core is busy
 
 
 class Engines:
@@ -33,7 +34,13 @@ class Engines:
                 stdout=log,
                 stderr=log,
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+                env=os.environ
+                | {
+                    "PYTHONPATH": str(CHECKOUT),
+                    "VLLM_CACHE_ROOT": str(_CACHE),
+                    "VLLM_CONFIG_ROOT": str(_CACHE),
+                    "TORCHINDUCTOR_CACHE_DIR": str(_CACHE / "inductor"),
+                },
                 start_new_session=True,
             )
 
