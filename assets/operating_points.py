@@ -3,18 +3,23 @@
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
 from sandhi_core.operating_points import operating_points
-from sandhi_core.records import CutoffSet, HoldoutScore, Trajectory
+from sandhi_core.records import CutoffSet, HoldoutScore, OperatingPoints, Trajectory
 from sandhi_core.report.figures import pareto_chart
 
 
 def run(job: Job) -> Outcome:
     bench = job.bench
+    pool = bench.catalogue.pools[job.key]
+    earlier = None
+    if pool.grouping.on_new_model == "join" and not job.regroup and bench.artifacts.envelope((STAGE.name, job.key)):
+        earlier = bench.artifacts.load(OperatingPoints, STAGE.name, job.key)
     record = operating_points(
-        bench.catalogue.pools[job.key],
+        pool,
         bench.of_pool(CutoffSet, "cutoffs", job.key),
         bench.of_pool(Trajectory, "trajectory", job.key),
         bench.fingerprints(job.key),
         bench.of_pool(HoldoutScore, "holdout", job.key),
+        earlier=earlier,
     )
     deployed = record.deployed.savings
     return Outcome(

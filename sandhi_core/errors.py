@@ -121,7 +121,7 @@ class ProofError(SandhiError):
 
 
 class ServingError(SandhiError):
-    """A server cannot be started, has ended, or does not answer."""
+    """An export cannot be served as asked, or a server cannot be started, has ended, or does not answer."""
 
     code = "serving"
 

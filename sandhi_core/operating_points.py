@@ -63,14 +63,14 @@ class _Members:
     def uniform(self, budget: float) -> dict[str, dict[str, float]]:
         return {m: dict.fromkeys(s.budgets, budget) for m, s in self.cutoff_sets.items()}
 
-    def deployed(self, holdouts: Mapping[str, HoldoutScore]) -> dict[str, int]:
+    def deployed(self, holdouts: Mapping[str, HoldoutScore], kept: Mapping[str, int]) -> dict[str, int]:
         """Every model as far as the holdout let it go, then back to what is worth it: models in name order, until
         none moves. One that goes back to bytes which another model has as its own can leave a third alone, hence
-        the rounds; they end because no model ever goes forth."""
-        steps, settled = {m: h.steps for m, h in holdouts.items()}, False
+        the rounds; they end because no model ever goes forth. Those in `kept` stay where they are."""
+        steps, settled = {m: h.steps for m, h in holdouts.items()} | dict(kept), False
         while not settled:
             before = dict(steps)
-            for model in sorted(holdouts):
+            for model in sorted(holdouts.keys() - kept.keys()):
                 steps[model] = self._worth_it(steps, model, holdouts[model])
             settled = steps == before
         return steps
@@ -107,6 +107,7 @@ def operating_points(
     fingerprints: Mapping[str, Fingerprint],
     holdouts: Mapping[str, HoldoutScore],
     budgets: Mapping[str, float] = BUDGETS,
+    earlier: OperatingPoints | None = None,
 ) -> OperatingPoints:
     """The pool's named points; all mappings by model name.
 
@@ -118,8 +119,12 @@ def operating_points(
     back, one at a time, as far as the pool saves no less for it. That takes no further look, and certificates
     stay valid: testing in a fixed sequence bounds the chance of even one false certificate in the whole walk, so
     any cutoff of the walk may be picked afterwards, on whatever ground (Maurer, Hothorn, Lehmacher 1995).
+
+    `earlier` are the pool's points before models joined, if any: where nothing else happened, every other model stays
+    deployed as it was, though a newcomer may make another of its cutoffs worth more; the next regrouping takes that.
     """
     members = _Members(cutoff_sets, trajectories, fingerprints)
+    looks = {model: score.digest for model, score in holdouts.items()}
     points = [members.point("A", "unmerged", dict.fromkeys(cutoff_sets, 0))]
     for name, budget in budgets.items():
         uniform = members.uniform(budget)
@@ -137,9 +142,17 @@ def operating_points(
         deployed=members.point(
             "deployed",
             "cutoffs that held on the holdout, none bolder than saves bytes",
-            members.deployed(holdouts),
+            members.deployed(holdouts, _kept(earlier, looks)),
         ),
+        holdouts=looks,
     )
+
+
+def _kept(earlier: OperatingPoints | None, looks: Mapping[str, str]) -> Mapping[str, int]:
+    """The cutoffs that stay deployed: all of `earlier`, if models have joined since and nothing else has changed."""
+    if earlier is None or not earlier.holdouts.items() <= looks.items():
+        return {}
+    return {model: earlier.deployed.cutoffs[model] for model in earlier.holdouts}
 
 
 def frontier(points: Sequence[OperatingPoint], loss: Callable[[Iterable[float]], float] = max) -> tuple[str, ...]:

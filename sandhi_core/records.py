@@ -463,6 +463,7 @@ class OperatingPoints(Record):
     points: tuple[OperatingPoint, ...]
     frontier: tuple[str, ...]  # names of points on the Pareto frontier of savings against worst drop
     deployed: OperatingPoint  # cutoffs that held on the holdout, none bolder than it is worth
+    holdouts: dict[str, str] = {}  # by model the digest of what held when its deployed cutoff was chosen
 
 
 # --- export, proof, deployment ------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def points(
     budgets: dict[str, float],
     holdouts: dict[str, HoldoutScore],
     fingerprints: dict[str, Fingerprint] | None = None,
+    earlier: OperatingPoints | None = None,
 ) -> OperatingPoints:
     tasks = {m: (TaskBudget(task="task", metric="acc", budget=budget),) for m, budget in budgets.items()}
     entries = tuple(ModelEntry(name=m, path=f"/models/{m}", tasks=tasks[m]) for m in walks)
@@ -38,6 +39,7 @@ def points(
         walks,
         fingerprints or prints(walks),
         holdouts,
+        earlier=earlier,
     )
 
 
@@ -142,6 +144,25 @@ def test_bytes_that_were_the_same_from_the_start_are_worth_more_than_a_merged_te
 def test_a_shallower_cutoff_that_saves_more_is_taken() -> None:
     walks = {"a": trajectory("a", [0.9, 0.9]), "b": trajectory("b", [0.9, 0.1], frozenset({1}))}
     assert deployed(walks, {1: "ab"}) == {"a": 1, "b": 1}
+
+
+def test_who_joins_moves_nobody() -> None:
+    """c follows a further than b did, so that another cutoff of a would save more; a stays where it is served."""
+    walks = {"a": trajectory("a", [0.9] * 5), "b": trajectory("b", [0.9] * 3), "c": trajectory("c", [0.9] * 4)}
+    budgets, held = dict.fromkeys(walks, 0.02), {m: looks(w, len(w.steps)) for m, w in walks.items()}
+
+    def built(models: str, earlier: OperatingPoints | None = None, **changed: HoldoutScore) -> OperatingPoints:
+        now = {m: held[m] for m in models} | changed
+        return points({m: walks[m] for m in models}, budgets, now, earlier=earlier)
+
+    pair = built("ab")
+    assert pair.deployed.cutoffs == {"a": 3, "b": 3}
+    joined = built("abc", pair)
+    assert joined.deployed.cutoffs == {"a": 3, "b": 3, "c": 3}
+    assert built("abc", joined) == joined
+    assert built("abc").deployed.cutoffs == {"a": 4, "b": 3, "c": 4}
+    assert built("abc", pair, b=holdout("b", [1])).deployed.cutoffs == {"a": 4, "b": 1, "c": 4}  # b has changed
+    assert built("ac", joined) == built("ac")  # b is gone
 
 
 @st.composite
