@@ -15,8 +15,10 @@ from sandhi_core.serving.vllm_plugin.provider import Source
 
 
 class MappedLinear(LinearMethodBase):  # type: ignore[misc]
-    """A layer of which at least one matrix is shared, or has something added to it. Each of its matrices is a parameter
-    of its own: a shared one is a view and has no private copy at any time. Unlike vLLM's own method it never repacks."""
+    """A layer of which at least one matrix is shared, or has something added to it.
+
+    Each of its matrices is a parameter of its own: a view, which has no private copy at any time. Unlike vLLM's own
+    method this one never repacks."""
 
     supports_pre_processed_weights = True
     maps = True

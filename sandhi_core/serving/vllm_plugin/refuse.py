@@ -24,7 +24,7 @@ _COPIES = "shared tensors stay as the files have them: another dtype would be a 
 @dataclass(frozen=True)
 class Options:
     """Those of `--model-loader-extra-config`. `digests`: how much of what is mapped is held to its digests at start.
-    `owner`: socket of the process that holds a GPU's shared tensors, with `{rank}` in it where there are several GPUs."""
+    `owner`: socket of the process that holds a GPU's shared tensors, with `{rank}` in it where there are several."""
 
     digests: Digests = "sampled"
     owner: str | None = None
