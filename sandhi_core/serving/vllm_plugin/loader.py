@@ -1,6 +1,5 @@
 """The load format `sandhi`: checks an export, hands its tensors to the layers, and accepts no gap."""
 
-import json
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from sandhi_core.assignment import factors_among
 from sandhi_core.errors import CheckpointError
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.vllm_plugin.provider import Files, Provider, Source, attached
+from sandhi_core.serving.vllm_plugin.provider import Files, Provider, Source, attached, opened
 from sandhi_core.serving.vllm_plugin.quantization import SandhiConfig
 from sandhi_core.serving.vllm_plugin.refuse import NAME, Engine, Options, require_servable
 
@@ -67,8 +66,7 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
         """An export is a directory: there is nothing to fetch."""
 
     def create_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> Module:
-        model = MappedModel.open(Path(model_config.model))
-        config = json.loads((model.directory / "config.json").read_text())
+        model, config = opened(Path(model_config.model))
         shared = {name: model.tensors[name] for name in model.shared() if len(model.tensors[name].shape) == 2}
         require_servable(model.model, config, shared, engine_of(vllm_config, self._options))
         model.check(self._options.digests)

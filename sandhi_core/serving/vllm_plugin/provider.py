@@ -13,7 +13,22 @@ from sandhi_core.errors import CheckpointError
 from sandhi_core.rungs.residual import Residual
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.vllm_plugin.pieces import Piece
-from sandhi_core.serving.vllm_plugin.refuse import RANK, Options
+from sandhi_core.serving.vllm_plugin.refuse import RANK, Options, require_whole
+from sandhi_core.survey_files import read_json
+
+CONFIG = "config.json"
+
+
+def opened(directory: Path) -> tuple[MappedModel, dict[str, Any]]:
+    """A whole model of an export, and its config.json. Raises SandhiError where it is none."""
+    model = MappedModel.open(directory)
+    try:
+        config = read_json(model.directory / CONFIG)
+    except (OSError, ValueError) as error:
+        file = str(model.directory / CONFIG)
+        raise CheckpointError(f"cannot be read: {error}", model=model.model, file=file, remedy=RESTORE) from None
+    require_whole(model.model, config, model.tensors)
+    return model, config
 
 
 class Provider(Protocol):

@@ -14,10 +14,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sandhi_core.errors import UsageError
-from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.vllm_plugin.linear import MappedLinear
 from sandhi_core.serving.vllm_plugin.pieces import stored_names
-from sandhi_core.serving.vllm_plugin.provider import Source
+from sandhi_core.serving.vllm_plugin.provider import Source, opened
 from sandhi_core.serving.vllm_plugin.refuse import DTYPES, NAME
 from sandhi_core.serving.vllm_plugin.vocabulary import MappedVocabulary
 
@@ -64,8 +63,9 @@ class SandhiConfig(QuantizationConfig):  # type: ignore[misc]
         return cls()
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """vLLM calls this in its first process, before any engine starts: what cannot be an export ends here."""
-        MappedModel.open(Path(model_name))
+        """vLLM calls this in its first process, before any engine starts: what is no whole model of an export ends
+        here. Raises SandhiError."""
+        opened(Path(model_name))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self._stored = {hf_to_vllm_mapper.map_name(name) or name: stored for name, stored in self._stored.items()}

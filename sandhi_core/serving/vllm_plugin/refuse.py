@@ -7,9 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from sandhi_core.architecture import problems_of
+from sandhi_core.assignment import factors_among
+from sandhi_core.disk import RESTORE
 from sandhi_core.errors import PreflightError, Problem, UsageError
 from sandhi_core.records import ExportedTensor
 from sandhi_core.serving.mapped import Digests
+from sandhi_core.survey_files import HeaderEntry
 
 NAME = "sandhi"
 """Of the quantization and of the load format."""
@@ -69,12 +73,32 @@ EXTRAS = {
 """What an engine can do that the plugin cannot, with the remedy."""
 
 
+def gaps(model: str, config: Mapping[str, Any], tensors: Mapping[str, ExportedTensor]) -> list[Problem]:
+    """Tensors that a model lacks, that have other shapes than its configuration says, or that it has no place for.
+
+    vLLM does not see all of these: of matrices that it fuses one may be missing, and the rows of it are whatever its
+    memory held before. `config`: the model's config.json; `tensors`: all that the manifest has of it, by name."""
+    added = factors_among(tensors)
+    headers = {
+        name: HeaderEntry(name, tensor.file, tensor.dtype, tensor.shape, tensor.nbytes, 0)
+        for name, tensor in tensors.items()
+        if name not in added
+    }
+    return [problem.model_copy(update={"remedy": RESTORE}) for problem in problems_of(model, dict(config), headers)]
+
+
+def require_whole(model: str, config: Mapping[str, Any], tensors: Mapping[str, ExportedTensor]) -> None:
+    """Raises PreflightError with all `gaps` of a model."""
+    if found := gaps(model, config, tensors):
+        raise PreflightError(found)
+
+
 def problems(
-    model: str, config: Mapping[str, Any], tensors: Mapping[str, ExportedTensor], engine: Engine
+    model: str, config: Mapping[str, Any], shared: Mapping[str, ExportedTensor], engine: Engine
 ) -> list[Problem]:
     """Why the plugin cannot serve a model of an export with an engine so configured; empty where it can. `config`:
-    the model's config.json; `tensors`: what it maps, by name."""
-    found = (*_flags(engine), *_device(engine), *_extras(engine), *_dtypes(tensors, engine), *_ranks(config, engine))
+    the model's config.json; `shared`: the matrices that it maps, by name."""
+    found = (*_flags(engine), *_device(engine), *_extras(engine), *_dtypes(shared, engine), *_ranks(config, engine))
     if other := config.get("quantization_config"):
         method = other.get("quant_method") if isinstance(other, Mapping) else other
         remedy = "leave --quantization and --load-format out: stock vLLM serves it without sharing"
@@ -86,10 +110,10 @@ def problems(
 
 
 def require_servable(
-    model: str, config: Mapping[str, Any], tensors: Mapping[str, ExportedTensor], engine: Engine
+    model: str, config: Mapping[str, Any], shared: Mapping[str, ExportedTensor], engine: Engine
 ) -> None:
     """Raises PreflightError with all `problems` of a model."""
-    if found := problems(model, config, tensors, engine):
+    if found := problems(model, config, shared, engine):
         raise PreflightError(found)
 
 
@@ -126,9 +150,9 @@ def _extras(engine: Engine) -> Iterator[Finding]:
         yield None, f"{extra} is not supported", EXTRAS[extra]
 
 
-def _dtypes(tensors: Mapping[str, ExportedTensor], engine: Engine) -> Iterator[Finding]:
+def _dtypes(shared: Mapping[str, ExportedTensor], engine: Engine) -> Iterator[Finding]:
     others: dict[str, list[str]] = {}
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(shared.items()):
         if DTYPES.get(tensor.dtype) != engine.dtype:
             others.setdefault(tensor.dtype, []).append(name)
     for dtype, names in others.items():

@@ -23,6 +23,9 @@ os.environ |= {
 }
 
 import vllm
+import vllm.model_executor.models.llama  # what every engine would import again
+import vllm.v1.worker.cpu_worker
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
 
 DEFAULTS = {
     "enforce_eager": True,

@@ -1,14 +1,16 @@
 """Tensors as layers ask for them: views of the files or of what an owner holds, and no others."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from sandhi_core.errors import CheckpointError
+from sandhi_core.errors import CheckpointError, PreflightError
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.vllm_plugin.pieces import Piece, by_columns, by_rows
-from sandhi_core.serving.vllm_plugin.provider import Files, Owner, Source
+from sandhi_core.serving.vllm_plugin.provider import Files, Owner, Source, opened
 from tests.exported import DOWN, GATE, RANKS, UP, VECTORS, make_case, make_models
 
 CPU = torch.device("cpu")
@@ -74,3 +76,25 @@ def test_an_owner_for_another_number_of_ranks_is_refused(model: MappedModel) -> 
     held = Held(gate_proj=model.tensor(GATE)[:12])
     with pytest.raises(CheckpointError, match=r"the owner holds \[12, 32\].* needs \[24, 32\].*--tensor-parallel"):
         Owner(model, held).tensor(piece)
+
+
+def test_a_model_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    """The manifest agrees with the files, so only the configuration tells."""
+    root, _ = make_case(tmp_path, make_models(tmp_path / "models"), RANKS, VECTORS).exported()
+    assert opened(root / "single")[1]["model_type"] == "llama"
+    said = json.loads((root / "sandhi.json").read_text())
+    lost = "model.layers.0.self_attn.q_proj.weight"
+    file = root / "sharded" / said["models"]["sharded"]["tensors"].pop(lost)["file"]
+    kept = {name: tensor.clone() for name, tensor in load_file(file).items() if name != lost}
+    file.unlink()
+    save_file(kept, file)
+    (root / "sandhi.json").write_text(json.dumps(said))
+    with pytest.raises(PreflightError, match=rf"model sharded .*{lost}"):
+        opened(root / "sharded")
+
+
+def test_a_configuration_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    root, _ = make_case(tmp_path, make_models(tmp_path / "models")).exported()
+    (root / "tied" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"model tied file \S+config\.json: cannot be read"):
+        opened(root / "tied")
