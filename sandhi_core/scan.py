@@ -4,7 +4,7 @@ Tensors are read in blocks of rows, each hashed and summed up while it is in the
 does not grow with the checkpoint. What a weight file gave is kept in the scans directory, under the file's
 path, size, time and inode:
 
-    scans/files/KEY.json           digests and statistics of one weight file's tensors
+    scans/files/KEY.json           digests and statistics of one weight file's tensors; a second line seals them
     scans/rows/SHA256.safetensors  `TENSOR.mean` and `TENSOR.std`, float32, one value a row, of 2-D tensors
 """
 
@@ -135,7 +135,7 @@ def _file(checkpoint: Checkpoint, file: str, scans: Path) -> FileScan | list[Pro
     rows = _keep_rows(scans, [e for s in scanned if s.rows for e in _entries(s.info.name, s.rows)])
     scan = FileScan(tensors=tuple(s.info for s in scanned), rows=rows)
     with _writing(kept):
-        write_atomic(kept, scan.canonical())
+        write_atomic(kept, scan.canonical() + b"\n" + _seal(kept, scan))
     return scan
 
 
@@ -192,14 +192,22 @@ def _not_finite(model: str, scanned: _Scanned) -> Problem:
 
 
 def _kept(path: Path, scans: Path) -> FileScan | None:
-    """An earlier pass over the same file; None where it, or the row statistics it names, cannot be read."""
+    """An earlier pass over the same file; None where it, or the row statistics it names, is damaged or gone."""
     try:
-        scan = FileScan.parse(path.read_bytes())
+        text, _, seal = path.read_bytes().partition(b"\n")
+        scan = FileScan.parse(text)
+        if seal != _seal(path, scan):
+            return None
         rows = _rows_path(scans, scan.rows)
         _read_rows(rows, FileIdentity.of(rows.stat()))
     except (OSError, FormatError, ValidationError):
         return None
     return scan
+
+
+def _seal(path: Path, scan: FileScan) -> bytes:
+    """What is kept with a scan: of a damaged or another file's it is another."""
+    return digest_of([path.stem, scan.digest]).encode()
 
 
 def _rows_path(scans: Path, sha256: str) -> Path:

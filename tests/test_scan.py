@@ -116,7 +116,9 @@ def test_only_the_file_that_changed_is_read_again(tmp_path: Path, reads: list[st
     assert changed == ["model.norm.weight"]
 
 
-@pytest.mark.parametrize("damage", ["rows gone", "rows damaged", "scan damaged", "scan of other kind"])
+@pytest.mark.parametrize(
+    "damage", ["rows gone", "rows damaged", "scan damaged", "scan of other kind", "digit", "foreign"]
+)
 def test_damaged_notes_are_made_again(tmp_path: Path, reads: list[str], damage: str) -> None:
     directory = tiny_llama(tmp_path / "m")
     first = scanned(directory, tmp_path / "scans")
@@ -129,6 +131,13 @@ def test_damaged_notes_are_made_again(tmp_path: Path, reads: list[str], damage: 
         data[-1] ^= 1
         rows.unlink()
         rows.write_bytes(data)
+    elif damage == "digit":
+        digest = first.tensors[0].digest
+        note.write_text(note.read_text().replace(digest, f"{int(digest[0], 16) ^ 1:x}{digest[1:]}"))
+    elif damage == "foreign":
+        scanned(tiny_llama(tmp_path / "other", seed=1), tmp_path / "scans")
+        (other,) = set((tmp_path / "scans" / "files").iterdir()) - {note}
+        note.write_bytes(other.read_bytes())
     else:
         note.write_text('{"tensors": [' if damage == "scan damaged" else '{"rows": "", "tensors": [], "x": 1}')
     reads.clear()

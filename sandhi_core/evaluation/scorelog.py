@@ -1,20 +1,37 @@
 """Every evaluation ever made of one model, in a file that survives a kill at any moment.
 
-One JSON line an evaluation (of an abandoned one: what its scores are at most), appended in one write and fsynced. The
-key is what decides a score: the weights, and the context (tasks, documents, settings, versions). A search that is
-killed finds all its scores here when it runs again, which is all the resuming it needs.
+One JSON line an evaluation (of an abandoned one: what its scores are at most) with its digest, appended in one write
+and fsynced. The key is what decides a score: the weights, and the context (tasks, documents, settings, versions). A
+search that is killed finds all its scores here when it runs again, which is all the resuming it needs.
 """
 
 import errno
 import fcntl
 import os
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Self
 
 from sandhi_core.errors import StoreError
 from sandhi_core.files import fsync_directory
 from sandhi_core.records import Evaluation
+
+
+class _Line(Evaluation):
+    """`sealed`: the evaluation's digest, without which a number with a flipped bit is another score; empty in lines of
+    before there was one."""
+
+    sealed: str = ""
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> Self:
+        return cls(**dict(evaluation), sealed=evaluation.digest)
+
+    def opened(self) -> Evaluation:
+        """Raises ValueError where the line does not hold what was sealed."""
+        evaluation = Evaluation(**{name: value for name, value in self if name != "sealed"})
+        if self.sealed not in ("", evaluation.digest):
+            raise ValueError("its digest is another")
+        return evaluation
 
 
 class ScoreLog:
@@ -39,7 +56,7 @@ class ScoreLog:
     def add(self, evaluation: Evaluation) -> None:
         """Append one evaluation; it is on the disk when this returns."""
         try:
-            self._append(evaluation.canonical() + b"\n")
+            self._append(_Line.of(evaluation).canonical() + b"\n")
         except OSError as error:
             raise StoreError(
                 f"the score log cannot be written: {error.strerror or error}",
@@ -72,8 +89,8 @@ class ScoreLog:
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.splitlines():
             try:
-                evaluation = Evaluation.parse(line)
-            except ValidationError:
+                evaluation = _Line.parse(line).opened()
+            except ValueError:  # a ValidationError too
                 raise StoreError(
                     f"a line near byte {self._read} is not an evaluation",
                     file=str(self._path),

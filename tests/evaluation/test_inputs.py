@@ -85,16 +85,25 @@ def test_moments_are_collected_once_and_are_of_the_original(
     assert again.weighting(first, affine=True) is again.weighting(source, affine=True) is not again.weighting(first)
 
 
-def test_a_damaged_file_is_made_again(opened: tuple[Evaluator, Fingerprint], tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut off", "flipped", "another's", "importance's"])
+def test_a_damaged_file_is_made_again(opened: tuple[Evaluator, Fingerprint], tmp_path: Path, damage: str) -> None:
     evaluator, found = opened
     inputs = Inputs(tmp_path, found, evaluator)
     name = found.slots[0].tensor
     made = inputs.gram(name)
+    inputs.ready(importance=True)
     (file,) = tmp_path.rglob(f"{name}.safetensors")
-    damaged = file.read_bytes()[:100]
+    data = file.read_bytes()
+    damaged = {
+        "cut off": data[:100],
+        "flipped": data[:-1] + bytes([data[-1] ^ 64]),
+        "another's": next(f for f in sorted(tmp_path.rglob("*proj*")) if f != file).read_bytes(),
+        "importance's": next(tmp_path.rglob("importance*")).read_bytes(),
+    }[damage]
     file.unlink()  # what is mapped stays as it is
     file.write_bytes(damaged)
-    torch.testing.assert_close(inputs.gram(name).blocks[0], made.blocks[0])
+    again = inputs.gram(name)
+    torch.testing.assert_close((again.blocks[0], again.centre), (made.blocks[0], made.centre))
 
 
 def test_what_is_ready_is_not_looked_for_again_and_takes_nobodys_model(

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import MemoryComparison, OperatingPoints
 from sandhi_core.sharing import prove
+from sandhi_core.side_files import keep, kept
 from tests.conftest import CHECKOUT
 from tests.evaluation.local_tasks import choice_task
 from tests.models import fine_tune, tiny_llama
@@ -245,8 +245,10 @@ def test_a_residual_that_comes_out_otherwise_is_refused_and_the_remedy_helps(
     root, pool = rob(copied(pair, tmp_path), "exports"), kin("ab")
     shutil.copytree(pair.root / "inputs", root / "inputs")
     for file in root.glob("inputs/*/*.safetensors"):
-        blocks = {name: torch.eye(len(block)) for name, block in load_file(file).items()}
-        save_file(blocks, file)  # as another machine might have summed them
+        blocks = kept(file)
+        assert blocks is not None
+        # As another machine might have summed them.
+        keep(file, {n: torch.eye(len(b)) if b.ndim == 2 else torch.ones_like(b) for n, b in blocks.items()})
     assert refused(pool, root, "residual") and built(pool, root)["ran"] == []
 
 
@@ -273,8 +275,9 @@ def test_a_shared_tensor_that_comes_out_otherwise_is_refused_and_the_remedy_help
     for name in ("spectra", "store", "exports"):
         shutil.rmtree(root / name)
     for file in root.glob("inputs/*/*_proj*.safetensors"):
-        blocks = load_file(file)
-        save_file({name: torch.eye(len(b)) if b.ndim == 2 else b for name, b in blocks.items()}, file)
+        blocks = kept(file)
+        assert blocks is not None
+        keep(file, {name: torch.eye(len(b)) if b.ndim == 2 else b for name, b in blocks.items()})
     assert refused(pool, root, "shared tensor") and built(pool, root)["ran"] == []
 
 
