@@ -219,11 +219,12 @@ class MergingSettings(Section):
     rescale: Literal["none", "common"] = "none"
     residuals: Literal["none", "low_rank"] = "none"
     """`low_rank`: a model may add a correction of its own to a shared matrix, y = W x + B (A x). Needs `search:
-    strategy: ladder`, and something that applies it: `deploy: engine: transformers`, or `deploy: adapters`."""
+    strategy: ladder`, and something that applies it: vLLM with the plugin, `deploy: engine: transformers`, or
+    `deploy: adapters`."""
     affine: Literal["none", "rows"] = "none"
     """`rows`: a model may scale and shift the outputs of a shared matrix, y = s * (W x) + t with a number of each for
-    every row, instead of a residual or beside it. Needs `search: strategy: ladder` and `deploy: engine:
-    transformers`."""
+    every row, instead of a residual or beside it. Needs `search: strategy: ladder`, and vLLM with the plugin or
+    `deploy: engine: transformers`."""
 
     @field_validator("methods", "bases")
     @classmethod
@@ -280,6 +281,9 @@ ALIGNMENTS = {"4KiB": 4096, "2MiB": 2 << 20}
 
 class DeploySettings(Section):
     engine: Literal["vllm", "transformers"] = "vllm"
+    plugin: bool = True
+    """Whether vLLM has Sandhi's plugin: it maps shared tensors, so that servers hold each once, and applies what models
+    add to them. Without it vLLM serves plain checkpoints and adapters, each server with a copy of all its weights."""
     adapters: Adapters | None = None
     """Where it is set, models whose tensors are all in common but for residuals are exported as PEFT LoRA adapters of
     one base too, and one stock vLLM serves them. Every rung of a ladder then shares all that can be shared, with

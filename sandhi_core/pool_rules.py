@@ -46,10 +46,10 @@ _SET = object()  # any value that is written
 _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
     (("merging", "residuals"), "low_rank", ("search", "strategy"), "walk", "ladder"),
     (("merging", "affine"), "rows", ("search", "strategy"), "walk", "ladder"),
-    (("merging", "affine"), "rows", ("deploy", "engine"), "vllm", "transformers"),
     (("deploy", "adapters"), _SET, ("merging", "residuals"), "none", "low_rank"),
     (("deploy", "adapters"), _SET, ("merging", "affine"), "none", "none"),
     (("deploy", "adapters"), _SET, ("deploy", "engine"), "vllm", "vllm"),
+    (("deploy", "plugin"), True, ("deploy", "engine"), "vllm", "vllm"),
     (("search", "strategy"), "ladder", ("grouping", "candidates"), "wide", "wide"),
     (("grouping", "besides"), _SET, ("search", "strategy"), "walk", "ladder"),
     (("profile", "noise"), False, ("search", "strategy"), "walk", "ladder"),
@@ -64,11 +64,7 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
 
 
 def _combined(data: dict[str, Any]) -> Iterator[Fault]:
-    # Each wants another engine: which one is right shows once one of them is gone.
-    torn = _at(data, ("deploy", "adapters"), None) is not None and _at(data, ("merging", "affine"), "none") == "rows"
     for loc, value, other, default, needed in _COMBINED:
-        if torn and other == ("deploy", "engine"):
-            continue
         given, found = _at(data, loc, None), _at(data, other, default)
         if given not in (None, []) and (value is _SET or given == value) and found != needed:
             name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))
@@ -123,13 +119,19 @@ def _said(value: object) -> str:
 
 
 def _applied(data: dict[str, Any]) -> Iterator[Fault]:
-    """Residuals need an engine that applies them: our loader, or vLLM where they are adapters."""
-    engine = _at(data, ("deploy", "engine"), "vllm")
-    adapters = _at(data, ("deploy", "adapters"), None)
-    if _at(data, ("merging", "residuals"), "none") == "low_rank" and engine != "transformers" and adapters is None:
-        message = f"merging.residuals: low_rank needs deploy.engine: transformers, not {engine}"
-        remedy = "set deploy.engine: transformers, or deploy.adapters: {max_rank: 64} for adapters that vLLM serves"
-        yield Fault(("merging", "residuals"), message, remedy)
+    """What models add to shared tensors needs something that applies it: vLLM's plugin, our loader, or for residuals
+    alone stock vLLM where they are adapters."""
+    stock = _at(data, ("deploy", "engine"), "vllm") == "vllm" and _at(data, ("deploy", "plugin"), True) is False
+    if not stock or _at(data, ("deploy", "adapters"), None) is not None:
+        return
+    remedy = "leave deploy.plugin out, or set deploy.engine: transformers"
+    if _at(data, ("merging", "residuals"), "none") == "low_rank":
+        message = "merging.residuals: low_rank is not applied by vLLM with deploy.plugin: false"
+        adapters = ", or deploy.adapters: {max_rank: 64} for adapters that it serves"
+        yield Fault(("merging", "residuals"), message, remedy + adapters)
+    if _at(data, ("merging", "affine"), "none") == "rows":
+        message = "merging.affine: rows is not applied by vLLM with deploy.plugin: false"
+        yield Fault(("merging", "affine"), message, remedy)
 
 
 def _at(data: dict[str, Any], loc: Loc, default: object) -> object:

@@ -51,7 +51,9 @@ def adapted_case(root: Path, dtype: torch.dtype = torch.float32) -> Case:
     entries = tuple(ModelEntry(name=n, path=str(p), tasks=tasks) for n, p in directories.items())
     return Case(
         root=root,
-        pool=Pool(name="small", models=entries, deploy=DeploySettings(adapters=Adapters(max_rank=MAX_RANK))),
+        pool=Pool(
+            name="small", models=entries, deploy=DeploySettings(plugin=False, adapters=Adapters(max_rank=MAX_RANK))
+        ),
         checkpoints=checkpoints,
         fingerprints={name: fingerprint_of(c) for name, c in checkpoints.items()},
         tensors=tensors,

@@ -276,12 +276,12 @@ def entry(**budgets: float) -> ModelEntry:
         ("merging: {residuals: low_rank}\n", "merging.residuals: low_rank needs search.strategy: ladder, not walk"),
         ("merging: {affine: rows}\n", "merging.affine: rows needs search.strategy: ladder, not walk"),
         (
-            "search: {strategy: ladder}\nmerging: {affine: rows}\n",
-            "merging.affine: rows needs deploy.engine: transformers, not vllm",
+            "search: {strategy: ladder}\nmerging: {affine: rows}\ndeploy: {plugin: false}\n",
+            "merging.affine: rows is not applied by vLLM with deploy.plugin: false",
         ),
         (
-            "search: {strategy: ladder}\nmerging: {residuals: low_rank}\n",
-            "merging.residuals: low_rank needs deploy.engine: transformers, not vllm",
+            "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {plugin: false}\n",
+            "merging.residuals: low_rank is not applied by vLLM with deploy.plugin: false",
         ),
         (
             "search: {strategy: ladder}\ngrouping: {candidates: reference}\n",
@@ -329,6 +329,7 @@ def entry(**budgets: float) -> ModelEntry:
             "search: {strategy: ladder}\nmerging: {residuals: low_rank, affine: rows}\ndeploy: {adapters: {}}\n",
             "deploy.adapters needs merging.affine: none, not rows",
         ),
+        ("deploy: {engine: transformers, plugin: true}\n", "deploy.plugin: true needs deploy.engine: vllm"),
         ("deploy: {adapters: {max_rank: 48}}\n", "deploy.adapters.max_rank"),
         ("deploy: {adapters: {max_rank: true}}\n", "must be a rank that vLLM takes"),
         ("deploy: {adapters: {rank: 8}}\n", "deploy.adapters.rank"),
@@ -338,10 +339,10 @@ def test_settings_that_need_others_say_which(tmp_path: Path, sections: str, mess
     assert message in mistakes(tmp_path, MINIMAL + sections)
 
 
-def test_a_ladder_with_residuals_is_a_pool(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deploy", ["", "deploy: {engine: transformers}\n", "deploy: {engine: vllm, plugin: true}\n"])
+def test_a_ladder_with_residuals_is_a_pool(tmp_path: Path, deploy: str) -> None:
     text = MINIMAL + (
-        "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {engine: transformers}\n"
-        "profile: {noise: false}\n"
+        "search: {strategy: ladder}\nmerging: {residuals: low_rank, affine: rows}\nprofile: {noise: false}\n" + deploy
     )
     pool = load_pool(write(tmp_path, text))
     assert (pool.search.strategy, pool.merging.residuals, pool.profile.noise) == ("ladder", "low_rank", False)
@@ -349,14 +350,14 @@ def test_a_ladder_with_residuals_is_a_pool(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["", "engine: vllm, ", "engine: transformers, "])
 def test_adapters_beside_scaled_rows_are_refused_whatever_the_engine(tmp_path: Path, engine: str) -> None:
-    """Neither is sent to the other's engine, which would send it back."""
     text = "search: {strategy: ladder}\nmerging: {residuals: low_rank, affine: rows}\n"
     found = mistakes(tmp_path, MINIMAL + text + f"deploy: {{{engine}adapters: {{}}}}\n")
-    assert "set merging.affine: none, or leave deploy.adapters out" in found and "deploy.engine" not in found
+    assert "set merging.affine: none, or leave deploy.adapters out" in found and "deploy.plugin" not in found
 
 
 def test_adapters_are_an_engine_of_residuals(tmp_path: Path) -> None:
-    text = MINIMAL + "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {adapters: {}}\n"
+    text = MINIMAL + "search: {strategy: ladder}\nmerging: {residuals: low_rank}\n"
+    text += "deploy: {plugin: false, adapters: {}}\n"
     adapters = load_pool(write(tmp_path, text)).deploy.adapters
     assert adapters is not None and adapters.max_rank == 64
 

@@ -327,10 +327,10 @@ def test_an_engine_that_leaves_residuals_out_is_not_deployed(adjusted: Case) -> 
     root = edited(deployed(adjusted), lambda d: d.update(engine="vllm"))
     (problem,) = check_deployment(root, read_manifest(root))
     assert (problem.model, problem.severity) == ("single", "error")
-    assert problem.message == "adds residuals to shared tensors, which vllm does not apply"
+    assert problem.message == "adds residuals to shared tensors, which vllm without the plugin does not apply"
     assert "deploy.engine to transformers" in problem.remedy
-    adjusted.pool = adjusted.pool.model_copy(update={"deploy": DeploySettings(engine="vllm")})
-    with pytest.raises(ProofError, match="which vllm does not apply"):
+    adjusted.pool = adjusted.pool.model_copy(update={"deploy": DeploySettings(engine="vllm", plugin=False)})
+    with pytest.raises(ProofError, match="which vllm without the plugin does not apply"):
         deployed(adjusted)
 
 

@@ -31,6 +31,7 @@ class BaseServer(Part):
     base: str  # its directory, relative to the export
     models: tuple[Adapted, ...]
     port: int | None
+    metrics: str | None  # as of a server
     dtype: str
     max_model_len: int | None  # tokens
     command: tuple[str, ...]
@@ -73,6 +74,7 @@ def base_servers(
                 base=base.directory,
                 models=models,
                 port=launch.port,
+                metrics=launch.metrics,
                 dtype=launch.dtype,
                 max_model_len=launch.max_model_len,
                 command=launch.command,

@@ -73,7 +73,9 @@ def _derived(spec: DeploymentSpec, manifest: Manifest, export_root: Path) -> Dep
         return derived  # sizes of caches are not known
     dtypes = {name: _dtype(model) for name, model in manifest.models.items()}
     scored = {s.model: Scored(s.original, s.scored_dtype, s.steps, s.tasks) for s in _served(spec)}
-    served = serve(spec.engine, Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored)
+    served = serve(
+        spec.engine, spec.plugin, Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored
+    )
     return derived.model_copy(update=served._asdict())
 
 

@@ -14,7 +14,6 @@ from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory
 from sandhi_core.errors import ProofError
 
-RESIDUALS = True  # are applied
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """safetensors' spelling to torch's, of every dtype that the weights of a pool may have (records.DTYPE_BYTES)."""
 NOTES = (
@@ -22,6 +21,11 @@ NOTES = (
     "export's files: processes on one machine's CPU hold each of them once",
     "each command answers prompts from standard input, one a line: a look at what is served, no server",
 )
+
+
+def residuals(plugin: bool) -> bool:
+    """Whether residuals and row vectors are applied: always."""
+    return True
 
 
 def served_dtype(model: str, dtype: str) -> str:
@@ -40,11 +44,12 @@ def launch(
     config: Mapping[str, Any],
     pool: PoolMemory,
     memory: ModelMemory,
+    plugin: bool,
 ) -> Launch:
     """Look at `model` in `directory`; takes what every engine's `launch` takes."""
     length = (config.get("text_config") or config).get("max_position_embeddings")
-    return Launch(("python3", "-m", "sandhi_core.serving.look", str(directory)), None, dtype, length, ())
+    return Launch(("python3", "-m", "sandhi_core.serving.look", str(directory)), None, None, dtype, length, ())
 
 
-def pool_notes(pool: PoolMemory) -> tuple[str, ...]:
+def pool_notes(pool: PoolMemory, plugin: bool) -> tuple[str, ...]:
     return NOTES

@@ -15,8 +15,9 @@ BASIS = (
     f"arithmetic, not a measurement: device memory, less {RESERVE:.0%} for activations, CUDA graphs and "
     "contexts, less the weights of all models, divided equally among them; a token takes 2 * layers * kv "
     "heads * head size * bytes of the dtype. `before`: every server holds a private copy of all its weights, as "
-    "stock vLLM does. `after`: only for servers that map shared tensors once for all models, which "
-    "sandhi_core.serving.load does on a CPU and stock vLLM does not; sharing on a device was not measured"
+    "stock vLLM does. `after`: servers hold shared tensors once for all models, as those of sandhi_core.serving.load "
+    "and of vLLM with Sandhi's plugin do, measured on a CPU; on a GPU a process of its own holds them, which was never "
+    "run on one yet"
 )
 
 

@@ -37,7 +37,7 @@ from sandhi_core.records import (
 
 Engine = Literal["vllm", "transformers"]
 ENGINES: Mapping[Engine, ModuleType] = {"vllm": vllm, "transformers": library}
-"""Each with `RESIDUALS`, `served_dtype`, `launch` and `pool_notes`."""
+"""Each with `residuals`, `served_dtype`, `launch` and `pool_notes`."""
 
 
 class Claims(Part):
@@ -62,6 +62,7 @@ class Server(Part):
     steps: int  # how far along its trajectory
     tasks: dict[str, HoldoutTask]
     port: int | None
+    metrics: str | None  # the path on that port at which Prometheus reads what the server counts
     dtype: str
     scored_dtype: str  # as the pool file asks
     max_model_len: int | None  # tokens
@@ -75,10 +76,11 @@ class DeploymentSpec(Record):
     """Everything a pool is served from: `bases`, then `servers`, both in starting order. Every model is in one of them.
     `stock` says which models are adapters, and why the others are none."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     pool: str
     point: str
     engine: Engine
+    plugin: bool  # whether vLLM is the one with Sandhi's plugin; false for another engine
     export: str  # absolute
     manifest: str
     proof: str
@@ -125,11 +127,13 @@ def deployment_spec(
     }
     dtypes = {name: fingerprints[name].dtype for name in manifest.models}
     engine = pool.deploy.engine
-    served = serve(engine, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
+    plugin = engine == "vllm" and pool.deploy.plugin
+    served = serve(engine, plugin, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
     return DeploymentSpec(
         pool=pool.name,
         point=points.deployed.name,
         engine=engine,
+        plugin=plugin,
         export=str(export_root),
         manifest=manifest.digest,
         proof=proof.digest,
@@ -139,12 +143,13 @@ def deployment_spec(
         stock=manifest.stock,
         stock_memory=served.stock_memory,
         bases=served.bases,
-        notes=tuple(_notes(engine, manifest.stock, served)),
+        notes=tuple(_notes(engine, plugin, manifest.stock, served)),
     )
 
 
 def serve(
     engine: Engine,
+    plugin: bool,
     export_root: Path,
     manifest: Manifest,
     configs: Mapping[str, Mapping[str, Any]],
@@ -152,9 +157,9 @@ def serve(
     device_bytes: int,
     scored: Mapping[str, Scored],
 ) -> Served:
-    """How a pool is served. Raises as `deployment_spec` does."""
-    engines = {name: _engine(engine, name, manifest) for name in manifest.models}
-    _refuse_residuals(engines, manifest)
+    """How a pool is served; `plugin`: whether vLLM has Sandhi's. Raises as `deployment_spec` does."""
+    engines = {name: _engine(engine, plugin, name, manifest) for name in manifest.models}
+    _refuse_residuals(engines, plugin, manifest)
     served = {name: ENGINES[engines[name]].served_dtype(name, dtypes[name]) for name in manifest.models}
     memory, models = memory_of(device_bytes, manifest, configs, dtypes)
     stock: StockMemory | None = None
@@ -163,52 +168,61 @@ def serve(
     if manifest.stock is not None:
         stock, sizes = stock_memory(device_bytes, manifest, manifest.stock, configs, dtypes, models)
         bases = base_servers(manifest, manifest.stock, export_root, configs, served, scored, stock, sizes)
-        given = memory.model_copy(update={"fits_before": stock.fits, "weights_bytes_before": stock.weights_bytes})
-        alone = {
-            name: models[name].model_copy(update={"before": capacity(stock.share_bytes, models[name].kv)})
-            for name in manifest.stock.ordinary
-        }
+        given = _beside_bases(memory, stock)
+        alone = {name: _room(models[name], stock.share_bytes) for name in manifest.stock.ordinary}
     # The largest starts while most of the device is free.
     order = sorted(alone, key=lambda name: (-models[name].weights_bytes, name))
     servers = []
     for place, name in enumerate(order, len(bases)):
         directory = export_root / manifest.models[name].directory
         module = ENGINES[engines[name]]
-        launch = module.launch(name, directory, place, served[name], configs[name], given, alone[name])
+        launch = module.launch(name, directory, place, served[name], configs[name], given, alone[name], plugin)
         servers.append(_server(name, engines[name], manifest.models[name], scored[name], launch, models[name]))
     return Served(memory, tuple(servers), stock, bases)
 
 
-def _engine(engine: Engine, name: str, manifest: Manifest) -> Engine:
-    """What serves a model: where adapters were asked for, and it has residuals without being one, our loader."""
+def _beside_bases(memory: PoolMemory, stock: StockMemory) -> PoolMemory:
+    """The pool's sizes where a part of it is served as adapters. What other models share is not taken off."""
+    fits, weights = stock.fits, stock.weights_bytes
+    sides = {"fits_before": fits, "fits_after": fits, "weights_bytes_before": weights, "weights_bytes_after": weights}
+    return memory.model_copy(update=sides)
+
+
+def _room(memory: ModelMemory, share: int) -> ModelMemory:
+    room = capacity(share, memory.kv)
+    return memory.model_copy(update={"before": room, "after": room})
+
+
+def _engine(engine: Engine, plugin: bool, name: str, manifest: Manifest) -> Engine:
+    """What serves a model: where adapters were asked for, and it has residuals without being one, whatever applies
+    them."""
     plan = manifest.stock
     adds = bool(factors_among(manifest.models[name].tensors))
-    return "transformers" if plan is not None and name in plan.ordinary and adds else engine
+    left = plan is not None and name in plan.ordinary and adds and not ENGINES[engine].residuals(plugin)
+    return "transformers" if left else engine
 
 
-def _notes(engine: Engine, plan: StockPlan | None, served: Served) -> Iterator[str]:
+def _notes(engine: Engine, plugin: bool, plan: StockPlan | None, served: Served) -> Iterator[str]:
     if plan is None:
-        yield from ENGINES[engine].pool_notes(served.memory)
+        yield from ENGINES[engine].pool_notes(served.memory, plugin)
         return
     yield f"{told(plan)}; each base and its adapters are one server, which holds the base once"
     if served.stock_memory is not None:
-        memory = served.stock_memory
-        update = {"fits_before": memory.fits, "weights_bytes_before": memory.weights_bytes}
-        yield from ENGINES[engine].pool_notes(served.memory.model_copy(update=update))
+        yield from ENGINES[engine].pool_notes(_beside_bases(served.memory, served.stock_memory), plugin)
     if any(server.engine != engine for server in served.servers):
         yield "models with residuals that are no adapters are served by our loader:"
         yield from library.NOTES
 
 
-def _refuse_residuals(engines: Mapping[str, Engine], manifest: Manifest) -> None:
+def _refuse_residuals(engines: Mapping[str, Engine], plugin: bool, manifest: Manifest) -> None:
     for name, model in sorted(manifest.models.items()):
         engine = engines[name]
-        if factors_among(model.tensors) and manifest.stock is None and not ENGINES[engine].RESIDUALS:
+        if factors_among(model.tensors) and manifest.stock is None and not ENGINES[engine].residuals(plugin):
             raise ProofError(
-                f"adds residuals to shared tensors, which {engine} does not apply",
+                f"adds residuals to shared tensors, which {engine} without the plugin does not apply",
                 model=name,
-                remedy="set deploy.engine to transformers (sandhi_core.serving.load applies them), or "
-                "merging.residuals to none, and build again",
+                remedy="set deploy.plugin to true, deploy.engine to transformers (sandhi_core.serving.load applies "
+                "them), or merging.residuals to none, and build again",
             )
 
 
@@ -244,6 +258,7 @@ def _server(
         steps=scored.steps,
         tasks=scored.tasks,
         port=launch.port,
+        metrics=launch.metrics,
         dtype=launch.dtype,
         scored_dtype=scored.dtype,
         max_model_len=launch.max_model_len,

@@ -13,13 +13,20 @@ from sandhi_core.deploy.stock import BaseMemory, StockMemory
 from sandhi_core.errors import ProofError
 from sandhi_core.records import Base
 
-RESIDUALS = False  # are not applied, and nothing would say so
 FIRST_PORT = 8000
+METRICS = "/metrics"
+PLUGIN = ("--quantization", "sandhi", "--load-format", "sandhi")
+"""What has vLLM use Sandhi's plugin: shared tensors are mapped, and what models add to them is applied."""
 BLOCK = 16
 """Tokens in a block of vLLM's cache, by default: a sequence takes whole ones."""
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """safetensors' spelling to vLLM's."""
+
+
+def residuals(plugin: bool) -> bool:
+    """Whether residuals and row vectors are applied. Stock vLLM would leave them out, and nothing would say so."""
+    return plugin
 
 
 def served_dtype(model: str, dtype: str) -> str:
@@ -44,18 +51,24 @@ def launch(
     config: Mapping[str, Any],
     pool: PoolMemory,
     memory: ModelMemory,
+    plugin: bool,
 ) -> Launch:
     """Start `model` from `directory` as number `place` (from 0) on the device.
 
-    Stock vLLM holds private copies, so the cache is given the room of `memory.before`. vLLM refuses to start
-    where less than --gpu-memory-utilization of the device is free, so that goes along although the cache's
-    size is given. Where the pool does not fit the device, both are left to vLLM.
+    With the plugin a server holds its private weights, and the cache is given the room of `memory.after`: the plugin
+    refuses to start where it would have to copy shared tensors. Stock vLLM holds private copies of all, so there it is
+    that of `memory.before`. vLLM refuses to start where less than --gpu-memory-utilization of the device is free, so
+    that goes along although the cache's size is given. Where the pool does not fit the device, both are left to vLLM.
     """
     port = FIRST_PORT + place
     argv = ["vllm", "serve", str(directory), "--served-model-name", model, "--port", str(port), "--dtype", dtype]
-    room = memory.before if pool.fits_before else None
-    sizes, length = _sizes(config, memory.weights_bytes, room, pool.device_bytes)
-    return Launch((*argv, *sizes), port, dtype, length, tuple(_notes(config, memory.kv, length)))
+    if plugin:
+        argv += PLUGIN
+        own, room = memory.private_bytes, memory.after if pool.fits_after else None
+    else:
+        own, room = memory.weights_bytes, memory.before if pool.fits_before else None
+    sizes, length = _sizes(config, own, room, pool.device_bytes)
+    return Launch((*argv, *sizes), port, METRICS, dtype, length, tuple(_notes(config, memory.kv, length)))
 
 
 def launch_base(
@@ -86,7 +99,7 @@ def launch_base(
     notes = list(_notes(config, memory.kv, length))
     if adapters and dtype == DTYPES["F32"]:
         notes.append("on GPUs vLLM's kernels for adapters take bfloat16 and float16 only: in float32 serve from a CPU")
-    return Launch((*argv, *sizes), port, dtype, length, tuple(notes))
+    return Launch((*argv, *sizes), port, METRICS, dtype, length, tuple(notes))
 
 
 def _sizes(
@@ -133,18 +146,33 @@ def _notes(config: Mapping[str, Any], kv: KvCache, length: int | None) -> Iterat
         yield f"sequences are limited to {length} of {made_for} tokens, as many as the cache holds"
 
 
-def pool_notes(pool: PoolMemory) -> tuple[str, ...]:
+_SHARING = (
+    "these commands need Sandhi's plugin beside vLLM (pip install sandhi in its environment). On a CPU servers map "
+    "shared tensors from the export's files and hold each once, which was measured. On a GPU a process of its own "
+    "holds them (python3 -m sandhi_core.serving.cuda.owner), and has to run before the servers; that was never run on "
+    "a GPU yet. The plugin refuses to start rather than copy"
+)
+_COPYING = (
+    "stock vLLM copies every weight to the device: these commands share files on disk and in the page cache, not "
+    "device memory"
+)
+
+
+def pool_notes(pool: PoolMemory, plugin: bool) -> tuple[str, ...]:
     """What to know about starting all of them."""
     notes = [
         "start the servers one after the other, each when GET /health of the one before answers: vLLM sizes "
         "itself by the memory it finds free and counts another's loading as its own (vllm#55827)",
-        "stock vLLM copies every weight to the device: these commands share files on disk and in the page "
-        "cache, not device memory",
+        _SHARING if plugin else _COPYING,
     ]
-    if not pool.fits_before:
-        short = pool.weights_bytes_before + pool.reserve_bytes - pool.device_bytes
+    fits, weights = (
+        (pool.fits_after, pool.weights_bytes_after) if plugin else (pool.fits_before, pool.weights_bytes_before)
+    )
+    if not fits:
+        short = weights + pool.reserve_bytes - pool.device_bytes
+        how = "even with shared tensors held once" if plugin else "with private copies"
         notes.append(
-            f"the models do not fit one device with private copies, {short} bytes missing: commands leave "
+            f"the models do not fit one device {how}, {short} bytes missing: commands leave "
             "the cache to vLLM; give each model its own device, or set deploy.device_memory right"
         )
     return tuple(notes)

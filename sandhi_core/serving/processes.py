@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from sandhi_core.deploy.vllm import PLUGIN
 from sandhi_core.errors import ServingError
 from sandhi_core.serving import keeper as keeper_module
 from sandhi_core.serving.keeper import descendants
@@ -23,8 +24,6 @@ _MARGIN = 15.0  # seconds that its keeper gets beyond that
 _TICK = 0.1  # seconds between two looks at a server that is not ready
 _ASKING = 5.0  # seconds for one answer of a server
 _SHOWN = 12  # last lines of a log that an error shows
-PLUGIN_FLAGS = ("--quantization", "sandhi", "--load-format", "sandhi")
-"""What has vLLM map an export's shared tensors, and apply what models add to them."""
 
 
 class Server:
@@ -191,7 +190,7 @@ def vllm_command(
     """
     module = [python, "-m", "vllm.entrypoints.openai.api_server"]
     served = ["--model", str(directory), "--served-model-name", model, "--host", host, "--port", str(port)]
-    return (*module, *served, *(PLUGIN_FLAGS if plugin else ()), *extra)
+    return (*module, *served, *(PLUGIN if plugin else ()), *extra)
 
 
 def transformers_command(

@@ -77,10 +77,10 @@ MANIFEST = Manifest(
 )
 
 
-def pool(device: str = "1MB") -> Pool:
+def pool(device: str = "1MB", plugin: bool = False) -> Pool:
     tasks = (TaskBudget(task="t", metric="acc", budget=0.02),)
     models = tuple(ModelEntry(name=name, path=f"org/{name}", tasks=tasks) for name in "abc")
-    return Pool(name="p", models=models, deploy=DeploySettings(device_memory=device))
+    return Pool(name="p", models=models, deploy=DeploySettings(device_memory=device, plugin=plugin))
 
 
 def proof(**changes: Any) -> SharingProof:

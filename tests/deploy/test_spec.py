@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sandhi_core.deploy.spec import DeploymentSpec, deployment_spec, write_deployment
+from sandhi_core.deploy.vllm import PLUGIN
 from sandhi_core.errors import ProofError
 from sandhi_core.pool import DeploySettings
 from sandhi_core.records import DTYPE_BYTES, Manifest
@@ -50,7 +51,7 @@ def test_the_largest_model_starts_first_and_the_command_is_complete() -> None:
 
 def test_what_was_proved_and_what_is_estimated_stay_apart() -> None:
     found = spec()
-    assert found.schema_version == 1
+    assert found.schema_version == 2
     assert (found.manifest, found.proof) == (pools.MANIFEST.digest, pools.proof().digest)
     claims = found.claims
     assert (claims.claimed, claims.verified_disk, claims.verified_memory) == (140_000, 139_000, 135_000)
@@ -58,7 +59,7 @@ def test_what_was_proved_and_what_is_estimated_stay_apart() -> None:
     document = json.loads(found.canonical())
     for part in (document["memory"], *(server["memory"] for server in document["servers"])):
         assert part["estimated"] is True
-        assert "does on a CPU and stock vLLM does not" in part["basis"]
+        assert "never run on one yet" in part["basis"]
     assert any("not device memory" in note for note in found.notes)
     server = found.servers[0]
     assert (server.weights, server.steps, server.tasks["t"].merged) == ("w-b", 3, 0.89)
@@ -95,15 +96,49 @@ def with_residuals() -> Manifest:
     return pools.MANIFEST.model_copy(update={"models": models})
 
 
+def shared(device: str = "1MB", **changes: Any) -> DeploymentSpec:
+    return spec(pool=pools.pool(device, plugin=True), **changes)
+
+
+def test_with_the_plugin_the_cache_takes_the_room_that_sharing_frees() -> None:
+    found = shared()
+    assert found.plugin and not spec().plugin
+    server = found.servers[0]
+    at = server.command.index("--quantization")
+    assert server.command[at : at + 4] == PLUGIN == ("--quantization", "sandhi", "--load-format", "sandhi")
+    assert server.memory.after.kv_bytes == 173_333  # (1000 - 100 - 380) / 3
+    assert server.command[-4:] == ("--kv-cache-memory-bytes", "173333", "--gpu-memory-utilization", "0.2634")
+    # Together with the shared tensors, which no server holds: 30 + 80 kB of 1 MB.
+    shares = [float(server.command[-1]) for server in found.servers]
+    assert 0.9 <= sum(shares) + 0.11 <= 0.9 + 3e-4
+    assert any("refuses to start rather than copy" in note for note in found.notes)
+    assert [server.metrics for server in found.servers] == ["/metrics"] * 3
+
+
+def test_with_the_plugin_a_pool_that_fits_when_shared_is_served() -> None:
+    assert all("--kv-cache-memory-bytes" in server.command for server in shared("0.5MB").servers)
+    found = shared("0.4MB")
+    assert not any("--kv-cache-memory-bytes" in server.command for server in found.servers)
+    assert any("even with shared tensors held once, 20000 bytes missing" in note for note in found.notes)
+
+
+def test_the_plugin_applies_residuals() -> None:
+    manifest = with_residuals()
+    found = shared(manifest=manifest, proof=pools.proof(manifest=manifest.digest))
+    assert {server.engine for server in found.servers} == {"vllm"}
+
+
 def library(**changes: Any) -> DeploymentSpec:
     deploy = DeploySettings(engine="transformers", device_memory="1MB")
     return spec(pool=pools.pool().model_copy(update={"deploy": deploy}), **changes)
 
 
-def test_residuals_are_served_by_the_library_only() -> None:
+def test_residuals_are_not_served_by_stock_vllm() -> None:
     manifest = with_residuals()
     proof = pools.proof(manifest=manifest.digest)
-    with pytest.raises(ProofError, match=r"model a: adds residuals .* which vllm does not apply") as caught:
+    with pytest.raises(
+        ProofError, match=r"model a: adds residuals .* which vllm without the plugin does not apply"
+    ) as caught:
         spec(manifest=manifest, proof=proof)
     assert "deploy.engine to transformers" in caught.value.problem.remedy
     assert [server.model for server in library(manifest=manifest, proof=proof).servers] == ["a", "b", "c"]
@@ -125,6 +160,7 @@ def test_the_librarys_command_runs_where_there_is_no_python_without_a_number() -
     """As on Debian outside of virtual environments; and wherever the package can be imported, installed or not."""
     server = library().servers[0]
     assert server.command == ("python3", "-m", "sandhi_core.serving.look", "/srv/exports/p q/b") and server.port is None
+    assert server.metrics is None and not library().plugin
     assert importlib.util.find_spec(server.command[2]) is not None
 
 

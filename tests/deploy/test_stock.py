@@ -50,6 +50,20 @@ def test_whatever_is_no_adapter_is_served_by_what_applies_its_residuals(root: Pa
     assert found.notes[0].startswith("3 of 6 models are adapters of one base")
 
 
+def test_with_the_plugin_it_is_vllm_and_bases_stay_stock(tmp_path: Path) -> None:
+    case = adapted_case(tmp_path)
+    case.pool = case.pool.model_copy(update={"deploy": case.pool.deploy.model_copy(update={"plugin": True})})
+    root = deployed(case)
+    found = spec(root)
+    assert {server.engine for server in found.servers} == {"vllm"} and verify(root)[1]
+    assert all("--quantization" in server.command for server in found.servers)
+    assert [base.metrics for base in found.bases] == ["/metrics"] and "--quantization" not in found.bases[0].command
+    assert found.stock_memory is not None
+    for server in found.servers:  # what these share is not taken off beside bases
+        at = server.command.index("--kv-cache-memory-bytes")
+        assert server.command[at + 1] == str(found.stock_memory.share_bytes)
+
+
 def test_the_base_is_counted_once_and_buffers_for_every_adapter(root: Path) -> None:
     found = spec(root)
     assert found.stock_memory is not None

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from sandhi_core.deploy.vllm import PLUGIN
 from sandhi_core.errors import ServingError
-from sandhi_core.serving.processes import PLUGIN_FLAGS, Server, last_lines, transformers_command, vllm_command
+from sandhi_core.serving.processes import Server, last_lines, transformers_command, vllm_command
 
 HEALTHY = """
     import os, signal, subprocess, sys
@@ -232,7 +233,7 @@ def test_commands_of_engines() -> None:
     directory = Path("/srv/chemist")
     command = vllm_command(directory, "chemist", 8001, python="/e/python", plugin=True, extra=["--enforce-eager"])
     assert command[:3] == ("/e/python", "-m", "vllm.entrypoints.openai.api_server")
-    assert command[-5:] == (*PLUGIN_FLAGS, "--enforce-eager")
+    assert command[-5:] == (*PLUGIN, "--enforce-eager")
     assert "--quantization" not in vllm_command(directory, "chemist", 8001, plugin=False)
     assert transformers_command(Path("chemist"), 8001)[:5] == (
         *("python3", "-m", "transformers.cli.transformers", "serve", "chemist"),
