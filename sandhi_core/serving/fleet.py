@@ -1,6 +1,7 @@
 """A pool's servers, started in order, watched, and stopped together: `sandhi serve`."""
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -19,6 +20,8 @@ from sandhi_core.serving.render.litellm import proxy_config
 QUIET: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """Servers fetch nothing and report to nobody: what they serve lies here."""
 PROXY = "litellm.proxy.proxy_cli"
+KEY = "LITELLM_MASTER_KEY"
+"""The environment variable with the key that LiteLLM's proxy asks of requests; without one it does not start."""
 _LOOK = 0.5  # seconds between two looks at whether all are alive
 _ASKING = 30.0  # seconds for the list of a server's models
 
@@ -63,7 +66,7 @@ class Fleet:
             grace=settings.grace,
         )
         self.servers[member.name], self.members[member.name] = server, member
-        self.seconds[member.name] = server.wait_ready(settings.ready_timeout)
+        self.seconds[member.name] = server.wait_ready(settings.ready_timeout, self.require_alive)
         _require_models(server, member)
 
     def start_proxy(self, log: Path) -> None:
@@ -73,6 +76,8 @@ class Fleet:
         config = log.with_suffix(".yaml")
         config.write_bytes(proxy_config(tuple(self.members.values()), shown_host(settings.host)))
         address = ("--host", settings.host, "--port", str(settings.proxy_port))
+        # On this machine alone it admits whom the servers behind it admit; elsewhere `running` has asked for a key.
+        open_here = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"} if _local(settings.host) else {}
         self.proxy = Server.start(
             "proxy",
             (settings.proxy, "-m", PROXY, "--config", str(config), *address),
@@ -80,10 +85,10 @@ class Fleet:
             log=log,
             host=settings.host,
             health="/health/liveliness",
-            environment=QUIET,
+            environment=QUIET if os.environ.get(KEY) else {**QUIET, **open_here},
             grace=settings.grace,
         )
-        self.seconds["proxy"] = self.proxy.wait_ready(settings.ready_timeout)
+        self.seconds["proxy"] = self.proxy.wait_ready(settings.ready_timeout, self.require_alive)
 
     def all(self) -> Iterator[Server]:
         yield from self.servers.values()
@@ -156,6 +161,9 @@ def running(
         require_free(member.name, settings.host, member.port)
     if settings.proxy is not None:
         require_free("proxy", settings.host, settings.proxy_port)
+        if not _local(settings.host) and not os.environ.get(KEY):
+            message = f"the proxy would admit everybody who reaches {settings.host}"
+            raise UsageError(message, remedy=f"set {KEY} to a secret that requests must bring, or listen on 127.0.0.1")
     with ExitStack() as stack:
         logs = stack.enter_context(_logs(settings.logs))
         fleet = Fleet(deployed, settings)
@@ -163,7 +171,6 @@ def running(
         for place, member in enumerate(members, 1):
             say(f"starting {member.name} ({place} of {len(members)}, {member.engine}) on port {member.port}")
             fleet.start(member, logs / f"{member.name}.log")
-            fleet.require_alive()
             say(f"{member.name} is ready after {fleet.seconds[member.name]:.0f} s")
         if settings.proxy is not None:
             say(f"starting the proxy on port {settings.proxy_port}")
@@ -203,6 +210,10 @@ def commands(deployed: Deployed, members: Sequence[Member], settings: Settings) 
         ],
         "proxy": None if settings.proxy is None else f"{url}:{settings.proxy_port}/v1",
     }
+
+
+def _local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -73,14 +73,16 @@ class Server:
             )
         return cls(name, f"http://{shown_host(host)}:{port}", health, log, keeper, grace)
 
-    def wait_ready(self, timeout: float) -> float:
-        """Wait until GET of the health path answers 200; returns the seconds that took.
+    def wait_ready(self, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> float:
+        """Wait until GET of the health path answers 200; returns the seconds that took. `meanwhile` is called again and
+        again: what it raises ends the waiting.
 
         Raises ServingError where the server ends before that, or is not ready within `timeout` seconds; both show
         the last lines of its log, and leave what runs to `stop`.
         """
         began = time.monotonic()
         while True:
+            meanwhile()
             self.require_alive()
             if self._healthy():
                 self.require_alive()  # else it was a stranger who answered

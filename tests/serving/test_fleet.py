@@ -259,6 +259,14 @@ def test_one_that_dies_ends_all(export: Path, engine: Path) -> None:
     assert gone_within(pids, 5)
 
 
+def test_one_that_dies_while_another_starts_is_not_waited_for(export: Path, engine: Path) -> None:
+    first, _, last = (member.name for member in members(opened(export)))
+    with serving(engine, export, "--json", "--", "--hang", last, "--die-after", f"{first}:4") as process:
+        (problem,) = document(process)["problems"]
+        assert process.wait(60) == 1
+    assert problem["model"] == first and "out of memory" in problem["message"]
+
+
 def test_one_that_does_not_come_up_ends_those_before(export: Path, engine: Path) -> None:
     last = members(opened(export))[-1].name
     with serving(engine, export, "--json", "--ready-timeout", "2", "--", "--hang", last) as process:
@@ -284,6 +292,13 @@ def test_a_taken_port_is_told_before_anything_starts(export: Path, engine: Path)
             assert process.wait(60) == 1
             assert process.stderr is not None and "starting" not in process.stderr.read()
     assert f"port {first + 2} of 127.0.0.1 is in use" in problem["message"]
+
+
+def test_a_proxy_that_others_reach_needs_a_key(export: Path, engine: Path) -> None:
+    with serving(engine, export, "--json", "--proxy", "--host", "0.0.0.0") as process:
+        (problem,) = document(process)["problems"]
+        assert process.wait(60) == 2
+    assert "set LITELLM_MASTER_KEY" in problem["remedy"]
 
 
 def test_ctrl_c_while_they_start(export: Path, engine: Path) -> None:
