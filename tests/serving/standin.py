@@ -21,6 +21,16 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
         name = given.alias or given.served_model_name
         self.wfile.write(json.dumps({"data": [{"id": name}]}).encode())
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        message = {"role": "assistant", "content": "I am " + given.served_model_name}
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"],
+                  "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+                  "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
     def log_message(self, *arguments): pass
 server = HTTPServer((given.host, int(given.port)), Answer)
 server.timeout = 0.1

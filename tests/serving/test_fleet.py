@@ -301,6 +301,24 @@ def test_a_proxy_that_others_reach_needs_a_key(export: Path, engine: Path) -> No
     assert "set LITELLM_MASTER_KEY" in problem["remedy"]
 
 
+@pytest.mark.skipif("SANDHI_LITELLM_PYTHON" not in os.environ, reason="needs the Python of an environment with LiteLLM")
+def test_litellms_proxy_routes_by_name(export: Path, engine: Path) -> None:
+    """The real proxy. It takes minutes to install, so that CI holds its file to documented fields only."""
+    proxy = ("--proxy", os.environ["SANDHI_LITELLM_PYTHON"], "--proxy-port", str(ports(4) + 3))
+    with serving(engine, export, "--json", *proxy) as process:
+        found = document(process)
+        assert found["ok"], found["problems"]
+        for name in MODELS:
+            body = {"model": name, "messages": [{"role": "user", "content": "who?"}]}
+            request = urllib.request.Request(
+                f"{found['proxy']}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["choices"][0]["message"]["content"] == f"I am {name}"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
 def test_ctrl_c_while_they_start(export: Path, engine: Path) -> None:
     first = members(opened(export))[0].name
     with serving(engine, export, "--", "--hang", first) as process:

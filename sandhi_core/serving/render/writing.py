@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from sandhi_core.errors import StoreError
+from sandhi_core.errors import StoreError, UsageError
 from sandhi_core.files import write_atomic
 from sandhi_core.serving.members import Deployed, Member
 from sandhi_core.serving.render.compose import compose
@@ -15,7 +15,9 @@ To = Literal["compose", "kubernetes", "litellm"]
 
 
 def rendered(to: To, deployed: Deployed, members: tuple[Member, ...], target: Target) -> bytes:
-    """The file's bytes: a function of the export, the members and the target alone."""
+    """The file's bytes: a function of the export, the members and the target alone. Raises UsageError where two members
+    would be one host."""
+    _require_told_apart(members)
     match to:
         case "compose":
             return compose(deployed, members, target)
@@ -23,6 +25,16 @@ def rendered(to: To, deployed: Deployed, members: tuple[Member, ...], target: Ta
             return kubernetes(deployed, members, target)
         case "litellm":
             return proxy_config(members, target.host)
+
+
+def _require_told_apart(members: tuple[Member, ...]) -> None:
+    taken: dict[str, str] = {}
+    for member in members:
+        if (other := taken.setdefault(member.host_name, member.name)) != member.name:
+            raise UsageError(
+                f"{other} and {member.name} would both be the host {member.host_name}",
+                remedy="render them into two folders with --only, or rename one in the pool file",
+            )
 
 
 def write(to: To, deployed: Deployed, members: tuple[Member, ...], target: Target, folder: Path) -> Path:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import compose_spec
 import kubernetes_validate
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sandhi_core.errors import StoreError, UsageError
 from sandhi_core.pool import DeploySettings
@@ -173,6 +176,19 @@ def test_a_dollar_in_a_path_is_no_variable(export: Deployed, chosen: tuple[Membe
 )
 def test_names_are_labels_of_hosts(chosen: tuple[Member, ...], name: str, label: str) -> None:
     assert replace(chosen[0], name=name).host_name == label
+
+
+@given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True))
+def test_every_name_of_a_model_becomes_a_label(name: str) -> None:
+    label = Member(name, (), "", "vllm", 1, (), None, False, 0, 0, None).host_name
+    assert re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", label)
+
+
+@pytest.mark.parametrize("to", get_args(To))
+def test_two_models_of_one_label_are_refused(export: Deployed, chosen: tuple[Member, ...], to: To) -> None:
+    pair = (replace(chosen[0], name="x"), replace(chosen[0], name="x_"))
+    with pytest.raises(UsageError, match="x and x_ would both be the host x"):
+        rendered(to, export, pair, Target())
 
 
 @pytest.mark.parametrize(
