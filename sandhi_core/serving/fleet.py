@@ -53,7 +53,7 @@ class Fleet:
     proxy: Server | None = None
 
     def start(self, member: Member, log: Path) -> None:
-        """Start one server and wait until it answers for its models. Raises ServingError."""
+        """Start one server and wait until it is ready. Raises ServingError."""
         settings = self.settings
         server = Server.start(
             member.name,
@@ -67,7 +67,8 @@ class Fleet:
         )
         self.servers[member.name], self.members[member.name] = server, member
         self.seconds[member.name] = server.wait_ready(settings.ready_timeout, self.require_alive)
-        _require_models(server, member)
+        if member.engine == "vllm":  # what transformers lists is the cache of the hub, or an error without a network
+            _require_models(server, member)
 
     def start_proxy(self, log: Path) -> None:
         """Start LiteLLM's proxy before the servers. Raises ServingError."""

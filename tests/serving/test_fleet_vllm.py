@@ -38,7 +38,7 @@ def asked(url: str, model: str) -> Any:
 @pytest.mark.skipif(not PYTHON.exists(), reason="needs vLLM in .venv-vllm")
 @pytest.mark.timeout(1200)
 def test_two_servers_answer_and_nothing_is_left(tmp_path: Path) -> None:
-    case = make_case(tmp_path, make_models(tmp_path / "models", torch.bfloat16))
+    case = make_case(tmp_path, make_models(tmp_path / "models", torch.bfloat16, head_dim=32))  # vLLM's least on a CPU
     deploy = DeploySettings(plugin=PLUGIN, device_memory="2GiB")
     case.pool = case.pool.model_copy(update={"deploy": deploy})
     root = deployed(case)
