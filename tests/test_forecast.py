@@ -124,29 +124,6 @@ def test_costs_of_all_stages_are_what_a_build_from_nothing_takes() -> None:
     assert found.model_dump(include=set(asdict(whole))) == asdict(whole)
 
 
-def test_scaled_rows_are_decomposed_and_kept_by_the_ladder_alone() -> None:
-    rows, two = {"affine": "rows"}, {"methods": ["mean", "member"]}
-    plain, scaled = foreseen({}, "trajectory", search=LADDER), foreseen(rows, "trajectory", search=LADDER)
-    assert scaled.decompositions == 2 * plain.decompositions == 2 * 3 * SETS
-    slots = sum(slot.nbytes for f in PRINTS.values() for slot in f.slots)
-    assert scaled.bytes_written - plain.bytes_written == slots
-    assert foreseen(two | rows, "groups", search=LADDER).decompositions == 2 * 3 * SETS
-    assert foreseen(two | rows, "groups", "trajectory", search=LADDER).decompositions == 3 * 3 * SETS
-
-
-def test_what_lies_beside_is_read_by_groups_and_seen_in_use_by_ladders_whatever_the_methods() -> None:
-    for merging in ({}, {"methods": ["mean", "member"]}):
-        both = [
-            foreseen(merging, "groups", "trajectory", search=LADDER, grouping={"besides": kinds})
-            for kinds in ([], ["norms"])
-        ]
-        assert both[1].evaluations - both[0].evaluations == 2 * len(PRINTS)
-        beside = [f.nbytes - sum(slot.nbytes for slot in f.slots) for f in PRINTS.values()]
-        assert both[1].bytes_read - both[0].bytes_read == sum(beside)
-        assert both[1].bytes_written - both[0].bytes_written == max(beside)
-        assert both[1].decompositions == both[0].decompositions
-
-
 @pytest.mark.parametrize(
     ("merging", "tried"),
     [

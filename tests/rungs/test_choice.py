@@ -177,47 +177,6 @@ def test_where_a_group_spares_all_or_hardly_anything_every_price_counts(candidat
     assert useful([candidates]) == PRICES
 
 
-def made_up(*squares: float, spared: float = 1024.0, limit: int = 16) -> Candidate:
-    return Candidate(np.array([*squares, *[0.0] * (16 - len(squares))]), (ROWS, WIDTH), spared, limit)
-
-
-TWO_DIRECTIONS = [made_up(5e-8, 5e-8, *[1e-10] * 14)] * 3
-"""Far from the shared tensor, in few directions: two of them and the slots are held almost exactly."""
-
-EVERY_DIRECTION = [made_up(*[2e-9] * 16)] * 3
-"""Nearer, by a little in every direction, so that a residual pays for nothing."""
-
-
-def test_where_methods_cross_that_is_taken_which_is_cheaper_while_residuals_pay() -> None:
-    by_method = {"mean": EVERY_DIRECTION, "base": TWO_DIRECTIONS}
-    members = [slot(m) for m in "abc"]
-    at = {(m, method): c for method, cs in by_method.items() for m, c in zip("abc", cs, strict=True)}
-    evidence = Evidence(lambda s, r: at[s.model, r.method])
-    proposed: dict[Method, Recipe] = {"mean": recipe("mean", "abc"), "base": recipe("base", ["base"], "abc")}
-    # At rank 0, and so over all prices, the mean is cheaper.
-    assert EVERY_DIRECTION[0].squares.sum() < TWO_DIRECTIONS[0].squares.sum()
-    assert costs(EVERY_DIRECTION)[0] < costs(TWO_DIRECTIONS)[0]
-    for order in (proposed, dict(reversed(proposed.items()))):
-        found = choose(members, order, evidence)
-        assert found.recipe.method == "base" and found.compared["base"] < found.compared["mean"]
-
-
-def test_prices_are_useful_where_half_to_nine_tenths_are_spared_by_some_method() -> None:
-    def part(price: float) -> float:
-        shared = by_price(dict(zip("abc", TWO_DIRECTIONS, strict=True)), price)
-        return sum(1024.0 - nbytes((ROWS, WIDTH), *added) for added in shared.values()) / (3 * 1024.0)
-
-    parts = {price: part(price) for price in PRICES}
-    within = tuple(price for price in PRICES if 0.5 <= parts[price] <= 0.9)
-    assert useful([TWO_DIRECTIONS]) == useful([EVERY_DIRECTION, TWO_DIRECTIONS]) == within
-    assert 0 < len(within) < len(PRICES) and parts[within[-1]] < parts[PRICES[-1]] == 1.0
-
-
-@pytest.mark.parametrize("candidates", [EVERY_DIRECTION, [made_up(1.0, limit=0)] * 2, [made_up(spared=0.0)]])
-def test_where_a_group_spares_all_or_hardly_anything_every_price_counts(candidates: list[Candidate]) -> None:
-    assert useful([candidates]) == PRICES
-
-
 def test_the_owner_of_what_is_shared_pays_nothing() -> None:
     pool = Pool(fine_tunes(rank=2))
     owner = pool.candidate(slot("a"), recipe("member", ["a"]))
