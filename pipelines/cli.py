@@ -1,4 +1,4 @@
-"""The `sandhi` command: check, build, verify, report, schema.
+"""The `sandhi` command: check, build, verify, report, schema; serve and render are of sandhi_core.serving.cli.
 
 Standard output carries the answer (with --json, one JSON document); progress and problems go to standard error.
 Exit status: 0 sound, 1 something is wrong with the models or the result, 2 the command or pool file is wrong, 130
@@ -17,9 +17,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipelines.answering import ENDINGS, deliver, failure, signal_noted
 from pipelines.settings import default_root
+from sandhi_core.answering import ENDINGS, deliver, failure, signal_noted
 from sandhi_core.errors import UsageError
+from sandhi_core.serving import cli as serving
 from sandhi_core.verification_arguments import add_arguments
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     added = {}
     for name, (text, example) in COMMANDS.items():
         added[name] = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
+    for name, (text, _) in serving.COMMANDS.items():  # listed here; `main` hands them over
+        commands.add_parser(name, help=text)
     for name in ("check", "build", "report"):
         added[name].add_argument("pool", type=Path, help=_POOL_HELP.get(name, "pool file (YAML)"))
         added[name].add_argument(
@@ -83,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status. Expected failures print one line each, never a traceback."""
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] in serving.COMMANDS:
+        return serving.main(given)
     if argv is not None:
         return deliver(*_answered(argv, stopped=lambda: False), None)
     answer = os.dup(1)

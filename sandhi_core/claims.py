@@ -7,6 +7,7 @@ from sandhi_core.assignment import factors_among
 from sandhi_core.layout import shards
 from sandhi_core.memory import PAGE
 from sandhi_core.records import ExportedTensor, Manifest
+from sandhi_core.savings import duplicates, padding_of
 
 MEMORY_SHARE = 0.9
 """Part of the claimed bytes that processes must be seen to save."""
@@ -34,11 +35,12 @@ def claims_of(manifest: Manifest) -> Claimed:
                 holders[name, tensor.digest].append(tensor)
     models = manifest.models.values()
     added = sum(model.tensors[factor].nbytes for model in models for factor in factors_among(model.tensors))
-    claimed = sum(held[0].nbytes * (len(held) - 1) for held in holders.values()) - added
+    padding = padding_of(manifest.alignment)
+    claimed = sum(held[0].nbytes * (len(held) - 1) - padding for held in holders.values()) - added
     owners = ([t for t in held if t.sharing == "duplicate"] for held in holders.values())
     return Claimed(
         checkpoint_bytes=sum(t.nbytes for model in models for t in model.tensors.values()) - added,
-        duplicates=sum(own[0].nbytes * (len(own) - 1) for own in owners if own),
+        duplicates=sum(duplicates(own[0].nbytes, len(own), padding) for own in owners if own),
         added=added,
         claimed=claimed,
         least_in_memory=least_in_memory(claimed, manifest),

@@ -13,6 +13,7 @@ from sandhi_core.errors import Problem
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
 from sandhi_core.records import ExportedTensor, Manifest, StockPlan
 from sandhi_core.safetensors_file import FormatError, map_file
+from sandhi_core.savings import padding_of
 
 RESTORE = "restore it from a sound copy of the export, or remove the export and build again"
 LINKS = (
@@ -26,7 +27,8 @@ Found = dict[str, tuple[str, tuple[int, ...], int, str]]
 @dataclass(frozen=True)
 class DiskCheck:
     """`tensor_bytes` is what the models hold, each on its own; `distinct_bytes` the same with every file
-    (inode) counted once, whatever its names: the difference is what the export shares."""
+    (inode) counted once, whatever its names, and with what pads shared files to more than a page: the difference is
+    what the export shares."""
 
     problems: tuple[Problem, ...]
     tensors_checked: int
@@ -43,7 +45,7 @@ def verify_disk(export_root: Path, manifest: Manifest) -> DiskCheck:
     missing, extra, damaged or linked-away file, an index or header that says otherwise than the manifest, a shared
     shard that is no longer one file, a base or an adapter that is not made of the models' files. In a model's problem
     `file` is relative to the model's directory."""
-    reading = _Reading()
+    reading = _Reading(manifest.alignment)
     problems = list(_followed(manifest))
     if problems:  # what it says of bases and adapters is nothing to go by
         manifest = manifest.model_copy(update={"stock": None})
@@ -158,8 +160,10 @@ def unreadable(path: Path) -> str | None:
 
 @dataclass
 class _Reading:
-    """What has been read so far. A file that several models link to is read once."""
+    """What has been read so far, of shared files aligned to `alignment`. A file that several models link to is read
+    once."""
 
+    alignment: int
     tensors: int = 0
     total: int = 0
     distinct: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -180,6 +184,10 @@ class _Reading:
             return
         nbytes = sum(size for _, _, size, _ in found.values())
         self.distinct[identity] = nbytes
+        if padding_of(self.alignment) and all(tensor.sharing != "private" for tensor in expected.values()):
+            self.distinct[identity] = status.st_size
+            if (status.st_size - nbytes) % self.alignment:
+                yield None, f"has its tensor at byte {status.st_size - nbytes}, no multiple of {self.alignment}"
         self.total += nbytes
         self.tensors += len(found)
         for name in sorted(found.keys() | expected.keys()):

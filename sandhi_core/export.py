@@ -54,7 +54,9 @@ def export_pool(
             staging = home / ".staging"
             staging.mkdir()
             linked = _reach(store, staging)
-            manifest = make_manifest(pool.name, point, fingerprints, assignments, weights_keys, linked)
+            alignment = pool.deploy.alignment_bytes
+            store = Store(store.root, alignment)
+            manifest = make_manifest(pool.name, point, fingerprints, assignments, weights_keys, linked, alignment)
             if pool.deploy.adapters is not None:
                 plan = stock_plan(manifest.models, pool.deploy.adapters.max_rank)
                 manifest = manifest.model_copy(update={"stock": plan})

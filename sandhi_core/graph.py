@@ -187,15 +187,21 @@ def _grouping(pool: Pool) -> dict[str, Any]:
 def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], Any]) -> Any:
     match stage:
         case "operating_points":
-            return {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models}
+            return {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models} | _alignment(pool)
         case "sharing_proof":
             return {m.name: [scoring(pool, m), [t.budget for t in m.tasks]] for m in pool.models}
         case "deployment":
-            return {"deploy": pool.deploy.model_dump(mode="json", exclude_none=True), "dtype": pool.evaluation.dtype}
+            deploy = pool.deploy.model_dump(mode="json", exclude_none=True, exclude={"alignment"})
+            return {"deploy": deploy, "dtype": pool.evaluation.dtype}
         case _:
             adapters = pool.deploy.adapters
             asked = {} if adapters is None else {"adapters": adapters.max_rank}
-            return {"models": sorted(m.name for m in pool.models), **asked}
+            return {"models": sorted(m.name for m in pool.models), **asked, **_alignment(pool)}
+
+
+def _alignment(pool: Pool) -> dict[str, Any]:
+    """Named only where it is another: pools without it keep what they have. No model has such a name."""
+    return {} if pool.deploy.alignment == "4KiB" else {"deploy.alignment": pool.deploy.alignment}
 
 
 def _ladder(pool: Pool) -> list[Any]:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sandhi_core.assignment import Assignment, factor_names, factors_among, parts_of, vector_names
 from sandhi_core.errors import ProofError
 from sandhi_core.records import DTYPE_BYTES, ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
-from sandhi_core.savings import Holding, holdings
+from sandhi_core.savings import PAGE_ALIGNED, Holding, holdings
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 MANIFEST = "sandhi.json"
@@ -32,11 +32,13 @@ def make_manifest(
     assignments: Mapping[str, Assignment],
     weights_keys: Mapping[str, str],
     linked: Linked,
+    alignment: int = PAGE_ALIGNED,
 ) -> Manifest:
     """The manifest of the export in which each model holds its assignment and otherwise its own tensors; all mappings
-    by model name."""
-    shared = {(h.name, h.digest): h for h in holdings(assignments, fingerprints) if h.shared}
+    by model name. `alignment`: of shared files, in bytes."""
+    shared = {(h.name, h.digest): h for h in holdings(assignments, fingerprints, alignment) if h.shared}
     return Manifest(
+        alignment=alignment,
         pool=pool,
         point=point,
         models={

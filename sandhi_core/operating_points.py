@@ -18,7 +18,7 @@ from sandhi_core.records import (
     Savings,
     Trajectory,
 )
-from sandhi_core.savings import savings
+from sandhi_core.savings import PAGE_ALIGNED, savings
 
 BUDGETS: Mapping[str, float] = {"B": 0.01, "C": 0.02}
 """The reference's uniform budgets, for metrics that are fractions: one and two points."""
@@ -31,9 +31,11 @@ class _Members:
     cutoff_sets: Mapping[str, CutoffSet]
     trajectories: Mapping[str, Trajectory]
     fingerprints: Mapping[str, Fingerprint]
+    alignment: int = PAGE_ALIGNED
 
     def savings(self, steps: Mapping[str, int]) -> Savings:
-        return savings({m: assignment_at(t, steps[m]) for m, t in self.trajectories.items()}, self.fingerprints)
+        assigned = {m: assignment_at(t, steps[m]) for m, t in self.trajectories.items()}
+        return savings(assigned, self.fingerprints, self.alignment)
 
     def point(self, name: str, criterion: str, steps: Mapping[str, int]) -> OperatingPoint:
         drops = {m: max(at_most(c.cutoffs, steps[m]).drops.values()) for m, c in self.cutoff_sets.items()}
@@ -123,7 +125,7 @@ def operating_points(
     `earlier` are the pool's points before models joined, if any: where nothing else happened, every other model stays
     deployed as it was, though a newcomer may make another of its cutoffs worth more; the next regrouping takes that.
     """
-    members = _Members(cutoff_sets, trajectories, fingerprints)
+    members = _Members(cutoff_sets, trajectories, fingerprints, pool.deploy.alignment_bytes)
     looks = {model: score.digest for model, score in holdouts.items()}
     points = [members.point("A", "unmerged", dict.fromkeys(cutoff_sets, 0))]
     for name, budget in budgets.items():

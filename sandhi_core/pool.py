@@ -276,6 +276,9 @@ class Base:
     revision: None = None
 
 
+ALIGNMENTS = {"4KiB": 4096, "2MiB": 2 << 20}
+
+
 class DeploySettings(Section):
     engine: Literal["vllm", "transformers"] = "vllm"
     plugin: bool = True
@@ -285,7 +288,14 @@ class DeploySettings(Section):
     """Where it is set, models whose tensors are all in common but for residuals are exported as PEFT LoRA adapters of
     one base too, and one stock vLLM serves them. Every rung of a ladder then shares all that can be shared, with
     residuals of no larger rank. Needs `merging: residuals: low_rank`."""
+    alignment: Literal["4KiB", "2MiB"] = "4KiB"
+    """To a multiple of which the tensor in a shared file begins: a page, or what a GPU maps at once. With 2MiB every
+    shared file is as much larger, which is no saving, and a tensor that would save less than that is not shared."""
     device_memory: Size = "80GiB"
+
+    @property
+    def alignment_bytes(self) -> int:
+        return ALIGNMENTS[self.alignment]
 
     @property
     def device_bytes(self) -> int:

@@ -435,7 +435,7 @@ class HoldoutScore(Record):
 
 class Savings(Record):
     """Bytes. `checkpoint_bytes` is what all members hold on disk (tensor data); `freed` counts distinct tensors
-    kept once, duplicates included, net of `overhead` (corrections, adjustments)."""
+    kept once, duplicates included, net of what their alignment takes; `overhead` are corrections and adjustments."""
 
     checkpoint_bytes: int
     resident_bytes: int  # the same without tensors that a server does not keep (tied copies)
@@ -542,6 +542,8 @@ class Manifest(Record):
     models: dict[str, ExportedModel]
     # Only where the pool asks for it: other manifests do not speak of it.
     stock: StockPlan | None = Field(default=None, exclude_if=lambda plan: plan is None)
+    # Of the tensor in a shared file, in bytes; likewise.
+    alignment: Literal[4096, 2097152] = Field(default=4096, exclude_if=lambda alignment: alignment == 4096)
 
 
 class MergedWeights(Record):

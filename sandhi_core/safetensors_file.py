@@ -106,12 +106,12 @@ def read_header(path: Path) -> dict[str, Place]:
     OSError where the file cannot be read.
     """
     with path.open("rb") as f:
-        return header_of(f)
+        return header_of(f, os.fstat(f.fileno()).st_size)
 
 
-def header_of(f: BinaryIO) -> dict[str, Place]:
-    """`read_header` of a file that is open at its beginning: of this file, whatever has its name by now."""
-    size = os.fstat(f.fileno()).st_size
+def header_of(f: "BinaryIO | mmap.mmap", size: int) -> dict[str, Place]:
+    """`read_header` of a file of so many bytes that is open, or mapped, at its beginning: of this file, whatever has
+    its name by now."""
     length = int.from_bytes(f.read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER):
         raise FormatError(f"no header fits into its {size} bytes: truncated, or not safetensors")
@@ -132,7 +132,7 @@ def header_of(f: BinaryIO) -> dict[str, Place]:
 def map_file(path: Path) -> dict[str, Entry]:
     """Every tensor of a file over one read-only mapping, in file order. Raises as read_header does."""
     with path.open("rb") as f:
-        places = header_of(f)
+        places = header_of(f, os.fstat(f.fileno()).st_size)
         view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
     return {n: Entry(n, p.dtype, p.shape, view[p.start : p.end]) for n, p in places.items()}
 

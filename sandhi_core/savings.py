@@ -12,9 +12,19 @@ MIN_SHARED_BYTES = 4096
 (norms, biases), merged or not: a file of its own would take more pages than its bytes."""
 
 
+PAGE_ALIGNED = 4096
+"""Bytes to a multiple of which the tensor in a shared file begins, unless a pool asks for more."""
+
+
+def padding_of(alignment: int) -> int:
+    """Bytes that a shared file has before its tensor, as they are counted: a page of header is not."""
+    return alignment if alignment > PAGE_ALIGNED else 0
+
+
 @dataclass(frozen=True)
 class Holding:
-    """One distinct tensor under one name. `merged` models hold it instead of their own; `owners` own it."""
+    """One distinct tensor under one name. `merged` models hold it instead of their own; `owners` own it. `padding`:
+    bytes that it takes to keep it in a file of its own."""
 
     name: str
     digest: str
@@ -22,6 +32,7 @@ class Holding:
     merged: tuple[str, ...]
     owners: tuple[str, ...]
     vector: bool = False
+    padding: int = 0
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -30,7 +41,23 @@ class Holding:
     @property
     def shared(self) -> bool:
         """Whether one copy serves all of `models`. One that only owners hold is an exact duplicate."""
-        return len(self.models) > 1 and worth_a_file(self.nbytes, self.vector, bool(self.merged))
+        worth = worth_a_file(self.nbytes, self.vector, bool(self.merged))
+        return len(self.models) > 1 and worth and self.freed > 0
+
+    @property
+    def freed(self) -> int:
+        """Bytes that one copy for all spares."""
+        return self.nbytes * (len(self.models) - 1) - self.padding
+
+    @property
+    def duplicates(self) -> int:
+        """Bytes that one copy for its owners alone would spare."""
+        return duplicates(self.nbytes, len(self.owners), self.padding)
+
+
+def duplicates(nbytes: int, owners: int, padding: int) -> int:
+    """Bytes that one copy spares where so many models have the same tensor from the start."""
+    return max(nbytes * (owners - 1) - padding, 0)
 
 
 def worth_a_file(nbytes: int, vector: bool, merged: bool = True) -> bool:
@@ -39,8 +66,10 @@ def worth_a_file(nbytes: int, vector: bool, merged: bool = True) -> bool:
     return nbytes >= MIN_SHARED_BYTES or (merged and not vector)
 
 
-def holdings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]) -> tuple[Holding, ...]:
-    """Every distinct (name, digest) of the pool with who holds it, sorted.
+def holdings(
+    assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint], alignment: int = PAGE_ALIGNED
+) -> tuple[Holding, ...]:
+    """Every distinct (name, digest) of the pool with who holds it, sorted. `alignment`: of shared files, in bytes.
 
     Only equal names count as one tensor: an index that names shards can express nothing else (docs/format.md).
     What a model adds to a shared tensor is its own and no holding.
@@ -61,20 +90,24 @@ def holdings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, F
             merged=tuple(merged[key]),
             owners=tuple(owners[key]),
             vector=len(infos[key].shape) == 1,
+            padding=padding_of(alignment),
         )
         for key in sorted(infos)
     )
 
 
-def savings(assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint]) -> Savings:
-    """Bytes that a pool saves when each model holds its assignment and otherwise its own tensors."""
-    shared = [h for h in holdings(assignments, fingerprints) if h.shared]
+def savings(
+    assignments: Mapping[str, Assignment], fingerprints: Mapping[str, Fingerprint], alignment: int = PAGE_ALIGNED
+) -> Savings:
+    """Bytes that a pool saves when each model holds its assignment and otherwise its own tensors, in files of this
+    `alignment` in bytes."""
+    shared = [h for h in holdings(assignments, fingerprints, alignment) if h.shared]
     total = sum(f.nbytes for f in fingerprints.values())
     return Savings(
         checkpoint_bytes=total,
         resident_bytes=total - sum(_tied_copies(f) for f in fingerprints.values()),
-        duplicates=sum(h.nbytes * max(len(h.owners) - 1, 0) for h in shared),
-        freed=sum(h.nbytes * (len(h.models) - 1) for h in shared),
+        duplicates=sum(h.duplicates for h in shared),
+        freed=sum(h.freed for h in shared),
         overhead=sum(assignment.overhead for assignment in assignments.values()),
     )
 

@@ -1,7 +1,8 @@
 """Content-addressed tensors: written once, read-only, never changed in place (docs/format.md, "Store").
 
-    store/DIGEST/NAME.safetensors    one tensor under the name it has in a checkpoint
-    store/recipes/DIGEST.json        which tensor a recipe gave
+    store/DIGEST/NAME.safetensors         one tensor under the name it has in a checkpoint
+    store/DIGEST/2MiB/NAME.safetensors    the same, wider aligned, where an export asked for it
+    store/recipes/DIGEST.json             which tensor a recipe gave
 
 An entry is an ordinary safetensors file with one tensor, so that a shard of an exported checkpoint can be a
 hard link to it: every process that opens any such link maps the same pages. The same bytes under another name
@@ -29,17 +30,21 @@ from sandhi_core.safetensors_file import (
     tensor_over,
     write_safetensors,
 )
+from sandhi_core.savings import PAGE_ALIGNED
 
-ALIGNMENT = 4096  # bytes: a page, so that the data of an entry can be mapped without its header
+ALIGNMENT = PAGE_ALIGNED  # bytes: a page, so that the data of an entry can be mapped without its header
+_FOLDERS = {ALIGNMENT: "", 2 << 20: "2MiB"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,239}")
 _SUFFIX = ".safetensors"
 
 
 class Store:
-    """The tensors below `root`. Any number of processes may read and write at once."""
+    """The tensors below `root`; those that it writes are aligned to `alignment` bytes, 4096 or 2 MiB. Any number of
+    processes may read and write at once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, alignment: int = ALIGNMENT) -> None:
         self.root = root
+        self._alignment = alignment
 
     def path(self, digest: str, name: str) -> Path:
         """Where the tensor lies under that name, whether or not it is there.
@@ -52,7 +57,7 @@ class Store:
                 tensor=name,
                 remedy="leave this tensor private; shared ones have letters, digits, '.', '_' and '-' only",
             )
-        return self.root / digest / f"{name}{_SUFFIX}"
+        return self.root / digest / _FOLDERS[self._alignment] / f"{name}{_SUFFIX}"
 
     def put(self, name: str, tensor: Tensor) -> str:
         """Keep a CPU tensor and return its digest. Raises StoreError where the root cannot be written."""
@@ -65,7 +70,7 @@ class Store:
         if not self._intact(path, digest, name):
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_safetensors(path, [Entry(name, dtype, tuple(shape), raw)], alignment=ALIGNMENT)
+                write_safetensors(path, [Entry(name, dtype, tuple(shape), raw)], alignment=self._alignment)
         return digest
 
     def provide(self, digest: str, name: str) -> Path:
@@ -82,7 +87,7 @@ class Store:
 
     def entry(self, digest: str) -> Entry:
         """The tensor's bytes, checked, over a mapping. Raises StoreError where no intact entry holds it."""
-        paths = sorted((self.root / digest).glob(f"[!.]*{_SUFFIX}"))
+        paths = self._entries(digest)
         for path in paths:
             name = path.name.removesuffix(_SUFFIX)
             if self._intact(path, digest, name):
@@ -111,7 +116,7 @@ class Store:
 
     def has(self, digest: str) -> bool:
         """Whether there is an entry of the tensor, intact or not."""
-        return any((self.root / digest).glob(f"[!.]*{_SUFFIX}"))
+        return bool(self._entries(digest))
 
     def remember_recipe(self, recipe: str, digest: str) -> None:
         """Record that a recipe gave a tensor. Raises StoreError where the root cannot be written."""
@@ -119,6 +124,11 @@ class Store:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, canonical_json({"recipe": recipe, "tensor": digest}))
+
+    def _entries(self, digest: str) -> list[Path]:
+        """Its files, of every alignment and name."""
+        folders = [self.root / digest / folder for folder in _FOLDERS.values()]
+        return [path for folder in folders for path in sorted(folder.glob(f"[!.]*{_SUFFIX}"))]
 
     def _recipe(self, recipe: str) -> Path:
         return self.root / "recipes" / f"{recipe}.json"

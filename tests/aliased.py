@@ -19,7 +19,8 @@ BARE = UP.removeprefix("model.")
 def make_aliased(root: Path, dtype: torch.dtype = torch.float32) -> Case:
     """`twice` stores its embedding as its head again, `other` has that embedding and a merged matrix in common with it,
     `bare` has the same matrices by names without `model.` before them."""
-    made = {name: tiny_llama(root / "models" / name, seed, dtype=dtype) for seed, name in enumerate(NAMES)}
+    size = {"intermediate_size": 64}  # no matrix of an MLP is smaller than a page
+    made = {name: tiny_llama(root / "models" / name, seed, dtype=dtype, **size) for seed, name in enumerate(NAMES)}
     twice = load_file(made["twice"] / WEIGHTS)
     edit_tensors(made["twice"], lambda tensors: tensors.update({HEAD: twice[EMBED].clone()}))
     edit_tensors(made["other"], lambda tensors: tensors.update({EMBED: twice[EMBED]}))

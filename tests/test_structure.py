@@ -1,6 +1,7 @@
 """The shape of the project itself: imports go one way, only the core is shipped, help is there."""
 
 import ast
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -69,6 +70,25 @@ def test_the_wheel_holds_the_core_only(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"sandhi_core"}
+
+
+def test_the_wheel_alone_serves_renders_and_verifies(tmp_path: Path) -> None:
+    """The package as the wheel installs it, with nothing of the checkout beside it."""
+    shutil.copytree(ROOT / "sandhi_core", tmp_path / "sandhi_core", ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from sandhi_core.__main__ import main; sys.exit(main())"
+    expected = {"serve --help": 0, "render --help": 0, "verify --help": 0, f"verify {tmp_path}": 1, "build p.yaml": 2}
+    for given, status in expected.items():
+        run = [sys.executable, "-I", "-c", code, *given.split()]
+        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert ("needs a checkout" in done.stderr) == (status == 2)
+
+
+@pytest.mark.parametrize("command", ["serve", "render"])
+def test_every_command_that_serves_has_help_with_examples(command: str) -> None:
+    run = [sys.executable, "-m", "sandhi_core", command, "--help"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"examples: sandhi {command}" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize("command", ["check", "build", "verify", "report", "schema"])

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.errors import CheckpointError, EvaluationError
+from sandhi_core.errors import EvaluationError, SandhiError
 from sandhi_core.evaluation.conditions import device_of, dtype_of
 from sandhi_core.evaluation.early import AbandonedError, Watch
 from sandhi_core.evaluation.free_memory import cache_bytes
@@ -30,7 +30,8 @@ class Resident:
     """The model in `directory`, a checkpoint or an export, loaded as serving.load does.
 
     Raises CheckpointError where it cannot be loaded, or only by making up weights that the files lack, and where these
-    change meanwhile; EvaluationError for its tokenizer and the device.
+    change meanwhile; ProofError where those of an export are not its manifest's; EvaluationError for its
+    tokenizer and the device.
     """
 
     def __init__(self, directory: Path, model: str, settings: EvaluationSettings) -> None:
@@ -49,9 +50,9 @@ class Resident:
 
     def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
         try:
-            model = load(self._directory, dtype_of(settings), device_of(settings), self._name)
+            model = load(self._directory, dtype_of(settings), device_of(settings), self._name, writable=True)
             tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
-        except CheckpointError:
+        except SandhiError:
             raise
         except Exception as error:  # whatever a tokenizer or a device may raise
             raise EvaluationError(

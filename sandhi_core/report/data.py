@@ -20,7 +20,7 @@ from sandhi_core.records import (
     Slot,
     Trajectory,
 )
-from sandhi_core.savings import holdings
+from sandhi_core.savings import PAGE_ALIGNED, holdings
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,12 @@ def slot_states(
     plans: Mapping[str, Plan],
     trajectories: Mapping[str, Trajectory],
     point: OperatingPoint,
+    alignment: int = PAGE_ALIGNED,
 ) -> dict[str, tuple[SlotState, ...]]:
-    """What became of every slot at `point`; by model name, in the order of the fingerprint's slots."""
+    """What became of every slot at `point`, in files of this `alignment` in bytes; by model name, in the order of the
+    fingerprint's slots."""
     assigned = {m: assignment_at(t, point.cutoffs[m]) for m, t in trajectories.items() if m in point.cutoffs}
-    held = {(h.name, h.digest): h for h in holdings(assigned, fingerprints)}
+    held = {(h.name, h.digest): h for h in holdings(assigned, fingerprints, alignment)}
 
     def state_of(slot: Slot, own: Assignment, planned: set[str]) -> SlotState:
         digest = own.tensors.get(slot.tensor, slot.digest)

@@ -86,7 +86,8 @@ def _queryable(data: ReportData) -> dict[str, Any]:
 def _states(data: ReportData) -> dict[str, tuple[SlotState, ...]]:
     if data.points is None:
         return {}
-    return slot_states(data.fingerprints, data.plans, data.trajectories, data.points.deployed)
+    alignment = data.pool.deploy.alignment_bytes
+    return slot_states(data.fingerprints, data.plans, data.trajectories, data.points.deployed, alignment)
 
 
 # --- pictures -----------------------------------------------------------------------------------------------

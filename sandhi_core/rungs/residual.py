@@ -83,16 +83,25 @@ def attach(linear: Module, residual: Residual) -> Attached:
     return Attached(linear, Residual(**{name: part.to(weight.device) for name, part in residual.parts.items()}))
 
 
-def _moving(linear: Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    scale, shift = (cast(Tensor, vector).to(output.dtype) for vector in (linear.residual_scale, linear.residual_shift))
-    bias = cast(Tensor | None, linear.bias)
+def moved(output: Tensor, scale: Tensor, shift: Tensor, bias: Tensor | None) -> Tensor:
+    """`output` [..., rows], scaled and shifted by its rows."""
+    scale, shift = scale.to(output.dtype), shift.to(output.dtype)
     # The output has the bias in it, which is not to be scaled.
     return scale * output + (shift if bias is None else shift + bias - scale * bias)
 
 
+def added(output: Tensor, inputs: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """`output` [..., rows], and what the factors make of `inputs` [..., width]."""
+    return output + linear_map(linear_map(inputs, down.to(output.dtype)), up.to(output.dtype))
+
+
+def _moving(linear: Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    scale, shift = cast(Tensor, linear.residual_scale), cast(Tensor, linear.residual_shift)
+    return moved(output, scale, shift, cast(Tensor | None, linear.bias))
+
+
 def _adding(linear: Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    down, up = (cast(Tensor, factor).to(output.dtype) for factor in (linear.residual_down, linear.residual_up))
-    return output + linear_map(linear_map(inputs[0], down), up)
+    return added(output, inputs[0], cast(Tensor, linear.residual_down), cast(Tensor, linear.residual_up))
 
 
 def factors(model: Module) -> list[Tensor]:

@@ -1,6 +1,10 @@
-"""Any exported model, ready to run: its tensors are the mapped files, and what it adds to shared ones is applied."""
+"""Any exported model, ready to run: its tensors are the mapped files, and what it adds to shared ones is applied.
 
-from collections.abc import Callable, Mapping
+What an export shares is mapped read-only (`mapped`): one copy for all processes, and in one process for all names of
+the same bytes. What a model alone holds is mapped privately, so that it can be changed; it is read ahead (`prefetch`).
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,8 +25,10 @@ from sandhi_core.assignment import factor_names, factors_among, is_factor, vecto
 from sandhi_core.checkpoint import Checkpoint, refuse
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
-from sandhi_core.layout import ADAPTER, MANIFEST
+from sandhi_core.layout import ADAPTER, MANIFEST, shards
 from sandhi_core.rungs.residual import Residual, attach
+from sandhi_core.serving.mapped import Digests, MappedModel, opened, residual_among
+from sandhi_core.serving.prefetch import prefetching, private_spans
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 _CHECK = "it must be a whole causal language model that transformers knows: restore what is missing or damaged"
@@ -33,13 +39,17 @@ def load(
     dtype: "torch.dtype | str" = "auto",
     device: "torch.device | str" = "cpu",
     name: str | None = None,
+    digests: Digests = "sampled",
+    writable: bool = False,
 ) -> PreTrainedModel:
     """The model in an exported directory, in evaluation mode; `auto` is the dtype of the files, in which nothing is
-    copied on the CPU. `name` is the model's in errors, by default the directory's.
+    copied on the CPU. `name` is the model's in errors, by default the directory's. `digests`: how much of it is held to
+    the manifest first. Writing into what it shares ends the process (SIGSEGV), unless it is `writable`: then pages
+    that are written are copied. A checkpoint that is no part of an export has no manifest, and always is.
 
     Raises CheckpointError where tensors are missing or of other shapes, residuals would be left out, or transformers
-    cannot load the model; of an export with residuals also where a tensor is unexpected. And what torch raises of a
-    device.
+    cannot load the model; of one with residuals also where a tensor is unexpected. ProofError where files of an export
+    are not what its manifest says. And what torch raises of a device.
     """
     directory = Path(directory).absolute()
     name = name or directory.name
@@ -47,8 +57,13 @@ def load(
         raise _wrong(directory, name, "is a whole export", remedy="give the directory of one model in it")
     if not directory.is_dir():
         raise _wrong(directory, name, "is no directory", remedy="give the directory of one model of an export")
-    if index_of(directory) == ADJUSTED_INDEX:
-        return _adjusted(directory, name, dtype, device)
+    index = index_of(directory)
+    if mapped := opened(directory):
+        with prefetching(name, private_spans(mapped)):
+            mapped.check(digests)
+            return _built(directory, name, _exported(mapped, writable), dtype, device)
+    if index == ADJUSTED_INDEX:
+        return _built(directory, name, _whole(directory, name), dtype, device)
     options = {"dtype": dtype, "local_files_only": True}
     model, report = _loading(directory, name, lambda: _stock(AutoModelForCausalLM, directory, **options))
     _require_all(directory, name, report)
@@ -88,22 +103,51 @@ def module_of(model: Module, tensor: str) -> Module | None:
     return None
 
 
-# --- residuals ----------------------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------------------------------------
 
 
-def _adjusted(directory: Path, name: str, dtype: "torch.dtype | str", device: "torch.device | str") -> PreTrainedModel:
-    tensors = _mapped(directory, name)
+def _exported(mapped: MappedModel, writable: bool) -> dict[str, Tensor]:
+    shared = frozenset[str]() if writable else mapped.shared()
+    tensors = {name: mapped.tensor(name) for name in shared}
+    for file, members in shards(mapped.manifest.models[mapped.model]).items():
+        if own := members.keys() - shared:
+            tensors |= _private(mapped.directory / file, own)
+    return tensors
+
+
+def _whole(directory: Path, name: str) -> dict[str, Tensor]:
+    """Every tensor of a model with residuals that lies alone, once index and headers agree."""
+    try:
+        files = Checkpoint.open(directory, name, ADJUSTED_INDEX).weights
+    except CheckpointError as error:
+        raise refuse(error.problem.model_copy(update={"remedy": RESTORE})) from None
+    return {tensor: held for file in files for tensor, held in _private(directory / file).items()}
+
+
+def _private(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a file, by default all, over a private mapping: pages that are written are copied."""
+    with safe_open(path, framework="pt") as shard:
+        return {tensor: shard.get_tensor(tensor) for tensor in sorted(names or shard.keys())}
+
+
+# --- models -------------------------------------------------------------------------------------------------
+
+
+def _built(
+    directory: Path, name: str, tensors: dict[str, Tensor], dtype: "torch.dtype | str", device: "torch.device | str"
+) -> PreTrainedModel:
+    """The model over all its tensors, and what it adds to some of them."""
     weights = sorted(set(factors_among(tensors).values()))
     added = {weight: _added(directory, name, tensors, weight) for weight in weights}
     model, report = _loading(directory, name, lambda: _given(directory, tensors, dtype))
     _require_all(directory, name, report)
-    for extra in sorted(report["unexpected_keys"]):
+    for extra in sorted(name for name in report["unexpected_keys"] if added or is_factor(name)):
         raise _wrong(directory, name, "the model has no such tensor, and none that this could be added to", extra)
     model.to(device).eval()
     for weight, residual in added.items():
         _attach(directory, name, model, weight, residual)
-    # transformers would save the shared matrices and leave the residuals out.
-    model.save_pretrained = partial(_unsaved, directory, name)
+    if added:  # transformers would save the shared matrices and leave the residuals out
+        model.save_pretrained = partial(_unsaved, directory, name)
     return model
 
 
@@ -112,30 +156,10 @@ def _unsaved(directory: Path, name: str, *arguments: Any, **options: Any) -> NoR
     raise _wrong(directory, name, message, remedy="copy its directory of the export instead")
 
 
-def _mapped(directory: Path, name: str) -> dict[str, Tensor]:
-    """Every tensor of the directory, over private mappings of its files, once index and headers agree."""
-    try:
-        files = Checkpoint.open(directory, name, ADJUSTED_INDEX).weights
-    except CheckpointError as error:
-        raise refuse(error.problem.model_copy(update={"remedy": RESTORE})) from None
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(directory / file, framework="pt") as shard:
-            tensors |= {tensor: shard.get_tensor(tensor) for tensor in shard.keys()}  # noqa: SIM118
-    return tensors
-
-
 def _added(directory: Path, name: str, tensors: dict[str, Tensor], weight: str) -> Residual:
     """Takes what goes with a weight out of `tensors`: its two factors, its two vectors, or both."""
-    found: list[Tensor | None] = []
-    for what, pair in (("factor", factor_names(weight)), ("vector", vector_names(weight))):
-        there = [part for part in pair if part in tensors]
-        for part in pair:
-            if there and part not in tensors:
-                raise _wrong(directory, name, f"is missing, the other {what} of its weight is there", part)
-        found += [tensors.pop(part, None) for part in pair]
-    down, up, scale, shift = found
-    return Residual(up, down, scale, shift)
+    found = residual_among(tensors, weight, name, directory)
+    return Residual(**{part: tensors.pop(tensor) for part, tensor in found.items()})
 
 
 def _given(directory: Path, tensors: dict[str, Tensor], dtype: "torch.dtype | str") -> tuple[PreTrainedModel, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -37,25 +37,36 @@ _SAMPLE = 32  # one tensor of so many
 _READERS = 8  # threads that hash at once: sha256 leaves the interpreter to others
 
 
-_maps: WeakValueDictionary[tuple[int, FileIdentity], mmap.mmap] = WeakValueDictionary()  # by device and identity
+class _Mapping(mmap.mmap):
+    """A whole file, and where its tensors lie. The header is read in the mapping: what maps the file keeps it in
+    memory, and the next process that opens it reads nothing from the disk."""
+
+    places: dict[str, Place]
+
+
+_maps: WeakValueDictionary[tuple[int, FileIdentity], _Mapping] = WeakValueDictionary()  # by device and identity
 _mapping = Lock()
 
 
 class Shard:
-    """A weight file and where its tensors lie by its own header; over one mapping a file and process, whatever names
-    the file is opened by, for as long as a view of it is alive."""
+    """A weight file of a path; over one mapping a file and process, whatever names the file is opened by, for as long
+    as a view of it is alive."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where it cannot be opened, FormatError unless it is a whole safetensors file."""
         with path.open("rb") as f:
-            self.path = path
-            self.places: dict[str, Place] = header_of(f)
             status = os.fstat(f.fileno())
             key = (status.st_dev, FileIdentity.of(status))
             with _mapping:
                 mapping = _maps.get(key)
                 if mapping is None:
-                    mapping = _maps[key] = mmap.mmap(f.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+                    if not status.st_size:
+                        raise FormatError("it is empty")
+                    mapping = _Mapping(f.fileno(), status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+                    mapping.places = header_of(mapping, status.st_size)
+                    _maps[key] = mapping
+        self.path = path
+        self.places = mapping.places
         self._view = memoryview(mapping)
 
     def raw(self, name: str) -> memoryview:
@@ -138,16 +149,8 @@ class MappedModel:
 
     def residual(self, weight: str) -> Residual | None:
         """What the model adds to a weight, as views. Raises CheckpointError where one of two parts is missing."""
-        found: list[Tensor | None] = []
-        for what, pair in (("factor", factor_names(weight)), ("vector", vector_names(weight))):
-            there = [part for part in pair if part in self.tensors]
-            for part in pair:
-                if there and part not in self.tensors:
-                    message = f"is missing, the other {what} of its weight is there"
-                    raise _damaged(self.model, self.directory, message, part)
-            found += [self.tensor(part) if part in there else None for part in pair]
-        down, up, scale, shift = found
-        return None if down is None and scale is None else Residual(up, down, scale, shift)
+        found = residual_among(self.tensors, weight, self.model, self.directory)
+        return Residual(**{part: self.tensor(name) for part, name in found.items()}) if found else None
 
     def _raw(self, name: str) -> memoryview:
         shard, there = self._held[name]
@@ -163,6 +166,15 @@ class MappedModel:
     def _digest(self, name: str) -> str:
         tensor = self.tensors[name]
         return tensor_digest(tensor.dtype, tensor.shape, self._raw(name))
+
+
+def opened(directory: Path) -> MappedModel | None:
+    """The model whose directory this is, None where it is a checkpoint that belongs to no export, or a base that an
+    export has beside its models. Raises as MappedModel.open does."""
+    directory = directory.resolve()
+    if not (directory.parent / MANIFEST).is_file():
+        return None
+    return MappedModel.open(directory) if model_in(read_manifest(directory.parent), directory) else None
 
 
 def model_in(manifest: Manifest, directory: Path) -> str | None:
@@ -184,6 +196,20 @@ def aliases(manifest: Manifest) -> dict[str, tuple[tuple[str, str], ...]]:
         for digest, held in holders.items()
         if len({name for _, _, name in held}) > 1
     }
+
+
+def residual_among(names: Collection[str], weight: str, model: str, directory: Path) -> dict[str, str]:
+    """The names of what goes with a weight among a model's tensors, by what they are to a Residual. Raises
+    CheckpointError where one factor or vector is there and the other is not."""
+    found: dict[str, str] = {}
+    pairs = (("factor", ("down", "up"), factor_names(weight)), ("vector", ("scale", "shift"), vector_names(weight)))
+    for what, parts, pair in pairs:
+        there = [name for name in pair if name in names]
+        for name in pair:
+            if there and name not in names:
+                raise _damaged(model, directory, f"is missing, the other {what} of its weight is there", name)
+        found |= dict(zip(parts, there, strict=False))
+    return found
 
 
 class _Shards:

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,8 @@ GRACE = 15.0  # seconds that a server gets to end by itself
 _MARGIN = 15.0  # seconds that its keeper gets beyond that
 _TICK = 0.1  # seconds between two looks at a server that is not ready
 _ASKING = 5.0  # seconds for one answer of a server
+VLLM = "vllm.entrypoints.openai.api_server"
+"""vLLM's server by its module: the `vllm` command is there only where a distribution of that name is installed."""
 _SHOWN = 12  # last lines of a log that an error shows
 
 
@@ -69,17 +71,18 @@ class Server:
                 env=os.environ | dict(environment or {}),
                 start_new_session=True,  # Ctrl-C reaches only us
             )
-        shown = "127.0.0.1" if host in ("", "0.0.0.0") else "[::1]" if host == "::" else host
-        return cls(name, f"http://{shown}:{port}", health, log, keeper, grace)
+        return cls(name, f"http://{shown_host(host)}:{port}", health, log, keeper, grace)
 
-    def wait_ready(self, timeout: float) -> float:
-        """Wait until GET of the health path answers 200; returns the seconds that took.
+    def wait_ready(self, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> float:
+        """Wait until GET of the health path answers 200; returns the seconds that took. `meanwhile` is called again and
+        again: what it raises ends the waiting.
 
         Raises ServingError where the server ends before that, or is not ready within `timeout` seconds; both show
         the last lines of its log, and leave what runs to `stop`.
         """
         began = time.monotonic()
         while True:
+            meanwhile()
             self.require_alive()
             if self._healthy():
                 self.require_alive()  # else it was a stranger who answered
@@ -108,15 +111,25 @@ class Server:
         """None while it runs; then its exit status, or 128 + the signal that ended it."""
         return self._keeper.poll()
 
+    def get(self, path: str, timeout: float) -> bytes:
+        """What the server answers to GET of a path within `timeout` seconds. Raises OSError unless it is a 200."""
+        with _direct.open(self.url + path, timeout=timeout) as answer:
+            body: bytes = answer.read()
+            return body
+
     def pids(self) -> tuple[int, ...]:
         """Every process of the server, the one that was started first; none once it has ended."""
         return tuple(descendants(self._keeper.pid)) if self.status() is None else ()
 
-    def stop(self) -> None:
-        """End the server and everything it started; returns when all of it is gone, within a bounded time."""
+    def ask(self) -> None:
+        """Have the server end, without waiting for it; it does even if we do not live to see it."""
         assert self._keeper.stdin is not None
         with suppress(OSError):
-            self._keeper.stdin.close()  # from here on it ends even if we do not live to see it
+            self._keeper.stdin.close()
+
+    def stop(self) -> None:
+        """End the server and everything it started; returns when all of it is gone, within a bounded time."""
+        self.ask()
         try:
             self._keeper.wait(self._grace + _MARGIN)
         except subprocess.TimeoutExpired:
@@ -135,10 +148,10 @@ class Server:
 
     def _healthy(self) -> bool:
         try:
-            with _direct.open(self.url + self._health, timeout=_ASKING) as answer:
-                return bool(answer.status == 200)
+            self.get(self._health, _ASKING)
         except (OSError, ValueError):  # nobody listens yet, or it answers that it is not ready
             return False
+        return True
 
     def _said(self) -> str:
         lines = last_lines(self.log)
@@ -154,6 +167,12 @@ def last_lines(log: Path, count: int = _SHOWN) -> list[str]:
         file.seek(max(file.seek(0, os.SEEK_END) - 64 * 1024, 0))
         text = file.read().decode(errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def shown_host(host: str) -> str:
+    """Where to reach, from this machine, what listens on `host`; as URLs spell it."""
+    here = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{here}]" if ":" in here else here
 
 
 def require_free(name: str, host: str, port: int) -> None:
@@ -184,11 +203,8 @@ def vllm_command(
     host: str = "127.0.0.1",
     extra: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The command of vLLM's OpenAI server (vLLM 0.32) for one exported model, answering by the name `model`.
-
-    By its module: the `vllm` command is there only where a distribution of that name is installed.
-    """
-    module = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    """The command of vLLM's OpenAI server (vLLM 0.32) for one exported model, answering by the name `model`."""
+    module = [python, "-m", VLLM]
     served = ["--model", str(directory), "--served-model-name", model, "--host", host, "--port", str(port)]
     return (*module, *served, *(PLUGIN if plugin else ()), *extra)
 

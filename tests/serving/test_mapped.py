@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str, str | No
     "empty": (
         lambda p: truncated(p, p.stat().st_size),
         CheckpointError,
-        "no intact .* no header fits into its 0",
+        "no intact safetensors file: it is empty",
         None,
     ),
     "of another shape": (reshaped, ProofError, r"is F32 \[32, 48\] in the file, F32 \[48, 32\] in sandhi.json", UP),

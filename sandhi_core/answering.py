@@ -30,16 +30,17 @@ def signal_noted() -> Callable[[], bool]:
     return stopped
 
 
-def failure(error: BaseException, stopped: bool) -> tuple[list[Problem], int]:
-    """What is wrong, and the exit status. With SANDHI_DEBUG set a defect is raised again, with its traceback."""
+def failure(error: BaseException, stopped: bool, after: str = _GOES_ON) -> tuple[list[Problem], int]:
+    """What is wrong, and the exit status; `after` says how things are left. With SANDHI_DEBUG set a defect
+    is raised again, with its traceback."""
     if stopped or isinstance(error, KeyboardInterrupt):
-        return [_problem("stopped", "stopped by Ctrl-C or SIGTERM", _GOES_ON)], STOPPED
+        return [_problem("stopped", "stopped by Ctrl-C or SIGTERM", after)], STOPPED
     if isinstance(error, SandhiError):
         problems: list[Problem] = getattr(error, "problems", None) or [error.problem]
         return problems, 2 if isinstance(error, UsageError) else 1
     if isinstance(error, OSError):
         file = None if error.filename is None else str(error.filename)
-        return [_problem("system", error.strerror or str(error), f"mend that; {_GOES_ON}", file)], 1
+        return [_problem("system", error.strerror or str(error), f"mend that; {after}", file)], 1
     if os.environ.get("SANDHI_DEBUG"):
         raise error
     return [_problem("defect", f"unexpected {type(error).__name__}: {error}", "SANDHI_DEBUG=1 shows where")], 1

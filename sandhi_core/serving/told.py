@@ -1,0 +1,50 @@
+"""What serving commands print for people, by plain text alone: tables of rich are for where pools are built."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sandhi_core.errors import Problem
+
+
+def planned(document: Mapping[str, Any]) -> str:
+    """Commands in starting order, each a line for a shell, below a comment with its address."""
+    lines = []
+    for server in document["servers"]:
+        lines += [f"# {', '.join(server['models'])}: {server['url']}", shlex.join(server["command"])]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def served(document: Mapping[str, Any]) -> str:
+    """Where the servers are, what Prometheus reads, and what the export's files take in memory."""
+    lines = [f"Pool {document['pool']} is served from {document['export']}", ""]
+    for server in document["servers"]:
+        lines += _server(server)
+    memory = document["memory"]
+    lines += [f"in all   {_size(memory['pss'])} of the export's files, {_size(memory['rss'])} if none was shared"]
+    if document["proxy"]:
+        lines += [f"all models at {document['proxy']}"]
+    return "".join(f"{line}\n" for line in [*lines, "Ctrl-C stops all servers"])
+
+
+def verified(document: Mapping[str, Any]) -> str:
+    counted = document["bytes"] or {}
+    head = f"{document['export']}: {'sound' if document['ok'] else 'not sound'}"
+    problems = [f"  {Problem.model_validate(problem).line()}" for problem in document["problems"]]
+    sizes = [f"  {name.replace('_', ' ')}: {_size(value)}" for name, value in counted.items()]
+    return "".join(f"{line}\n" for line in [head, *problems, *sizes])
+
+
+def _server(server: Mapping[str, Any]) -> Iterator[str]:
+    memory = server["memory"]
+    yield f"{server['name']}  {server['url']}  ({server['engine']}, ready after {server['seconds']} s)"
+    if server["models"] != [server["name"]]:
+        yield f"  models   {', '.join(server['models'])}"
+    if server["metrics"]:
+        yield f"  metrics  {server['metrics']}"
+    yield f"  memory   {_size(memory['pss'])} of the export's files, {_size(memory['rss'])} if none was shared"
+    yield ""
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"

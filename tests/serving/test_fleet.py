@@ -1,0 +1,337 @@
+"""`sandhi serve` as a command: started in order, watched, stopped, whatever goes wrong."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandhi_core.deploy.spec import DeploymentSpec
+from sandhi_core.errors import PreflightError, ServingError, UsageError
+from sandhi_core.layout import DEPLOYMENT
+from sandhi_core.pool import DeploySettings
+from sandhi_core.serving.members import members, opened
+from tests.adapted import adapted_case
+from tests.deployed import deployed
+from tests.exported import MODELS, RANKS, VECTORS, Case, make_case, make_models
+from tests.serving import standin
+from tests.serving.test_processes import alive, gone_within
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def with_deploy(case: Case, **deploy: Any) -> Path:
+    settings = DeploySettings(device_memory="1GiB", **deploy)
+    case.pool = case.pool.model_copy(update={"deploy": settings})
+    return deployed(case)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def export(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_deploy(make_case(tmp_path_factory.mktemp("root"), models))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return standin.install(tmp_path_factory.mktemp("engine"))
+
+
+def ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for first in range(20000 + os.getpid() % 5000, 60000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+            return first
+        except OSError:
+            continue
+    raise AssertionError("no free ports")
+
+
+@contextmanager
+def serving(engine: Path, export: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "sandhi_core", "serve", str(export), "--port-base", str(ports(3)), *arguments]
+    path = os.pathsep.join([str(engine), str(CHECKOUT)])
+    process = subprocess.Popen(
+        command,
+        cwd=CHECKOUT,
+        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(engine)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=60)
+
+
+def document(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    """The first document on standard output."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    while not lines or lines[-1] != "}\n":
+        line = process.stdout.readline()
+        assert line, (lines, process.stderr and process.stderr.read())
+        lines.append(line)
+    found: dict[str, Any] = json.loads("".join(lines))
+    return found
+
+
+def running(found: dict[str, Any]) -> list[int]:
+    return [pid for server in found["servers"] for pid in server["pids"]]
+
+
+# --- what is started ----------------------------------------------------------------------------------------
+
+
+def test_commands_are_the_deployments_with_the_place_put_in(export: Path) -> None:
+    found = members(opened(export))
+    spec = DeploymentSpec.parse((export / DEPLOYMENT).read_bytes())
+    assert [member.name for member in found] == [server.model for server in spec.servers]
+    for member, server in zip(found, spec.servers, strict=True):
+        command = member.command(export, python="/e/python", host="127.0.0.1", extra=["--enforce-eager"])
+        assert command[:5] == (
+            *("/e/python", "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(export / member.name)),
+        )
+        assert command[-1] == "--enforce-eager" and command.count("--port") == 1
+        options = [word for word in server.command[3:] if word not in ("--port", str(server.port))]
+        assert list(command[5 : 5 + len(options)]) == options and "--quantization" in options
+        assert member.maps and member.metrics == "/metrics" and member.kv_bytes
+
+
+def test_adapters_are_found_where_the_export_lies(tmp_path: Path) -> None:
+    root = deployed(adapted_case(tmp_path / "built"))
+    moved = tmp_path / "moved = elsewhere"
+    shutil.copytree(root, moved, copy_function=os.link)
+    base, *_ = members(opened(moved), only=["ann"])
+    assert base.models == ("ann", "ben", "cat") and not base.maps
+    command = base.command(moved, python="p", host="h")
+    assert f"ann={moved / 'ann.adapter'}" in command and not any(str(root) in word for word in command)
+
+
+def test_ports_stay_a_models_own_whichever_are_started(export: Path) -> None:
+    whole = {member.name: member.port for member in members(opened(export), port_base=9000)}
+    assert sorted(whole.values()) == [9000, 9001, 9002]
+    (one,) = members(opened(export), only=["tied"], port_base=9000)
+    assert one.port == whole["tied"]
+
+
+def test_what_cannot_be_served_is_refused(export: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"holds no model nobody .*it holds sharded, single, tied"):
+        members(opened(export), only=["nobody", "tied"])
+    with pytest.raises(UsageError, match="ports from 65000 on"):
+        members(opened(export), port_base=65000)
+    with pytest.raises(UsageError, match=r"holds no sandhi\.json"):
+        opened(export / "tied")
+    adjusted = opened(with_deploy(make_case(tmp_path, models, RANKS, VECTORS)))
+    with pytest.raises(ServingError, match=r"model single: adds residuals .*--engine vllm"):
+        members(adjusted, engine="transformers", only=["single"])
+    assert members(adjusted, engine="transformers", only=["sharded"])[0].engine == "transformers"
+
+
+def test_an_export_of_transformers_is_served_by_either_engine(models: dict[str, Path], tmp_path: Path) -> None:
+    root = with_deploy(make_case(tmp_path, models), engine="transformers")
+    stock, ours = (members(opened(root), engine=engine, only=["tied"])[0] for engine in (None, "vllm"))
+    assert stock.command(root, python="p", host="h")[:5] == (
+        "p",
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        "tied",
+    )
+    assert stock.metrics is None
+    assert ours.options == (
+        *("--served-model-name", "tied", "--dtype", "float32"),
+        *("--quantization", "sandhi", "--load-format", "sandhi"),
+    )
+
+
+DAMAGE = {
+    "deployment.json": lambda root: (root / DEPLOYMENT).unlink(),
+    "manifest": lambda root: _edit(root, manifest="0" * 64),
+    "command": lambda root: _edit(root, point="other"),
+    "file": lambda root: _cut(root),
+    "links": lambda root: _copied(root),
+}
+
+
+def _edit(root: Path, **changes: str) -> None:
+    document = json.loads((root / DEPLOYMENT).read_text()) | changes
+    (root / DEPLOYMENT).unlink()
+    (root / DEPLOYMENT).write_text(json.dumps(document))
+
+
+def _cut(root: Path) -> None:
+    path = root / "tied" / "private.safetensors"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-8])
+
+
+def _copied(root: Path) -> None:
+    path = next((root / "tied").glob("shared-*"))
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_was_not_proved_is_not_started(export: Path, tmp_path: Path, engine: Path, damage: str) -> None:
+    root = tmp_path / "export"
+    shutil.copytree(export, root, copy_function=os.link)
+    DAMAGE[damage](root)
+    with serving(engine, root, "--json") as process:
+        found = document(process)
+        assert process.wait(60) == 1
+    assert not found["ok"] and found["problems"][0]["remedy"]
+    if damage not in ("file", "links"):
+        with pytest.raises(PreflightError):
+            opened(root)
+
+
+# --- running ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_all_are_started_in_order_and_stopped(
+    export: Path, engine: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(export, moved, copy_function=os.link)
+    with serving(engine, moved, "--json", "--logs", str(tmp_path / "logs")) as process:
+        found = document(process)
+        names = [server["name"] for server in found["servers"]]
+        assert found["ok"] and sorted(names) == sorted(MODELS) and found["export"] == str(moved)
+        for server in found["servers"]:
+            with urllib.request.urlopen(server["url"] + "/models", timeout=10) as answer:
+                assert json.load(answer)["data"][0]["id"] == server["name"]
+            assert server["metrics"] == server["url"].removesuffix("/v1") + "/metrics"
+            assert Path(server["log"]).read_text() == f"serving {server['name']}\n"
+        pids = running(found)
+        assert len(pids) == 3 and all(map(alive, pids))
+        # What several hold lies in memory once; each has it mapped.
+        assert 0 < found["memory"]["pss"] < found["memory"]["rss"]
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert not any(map(alive, pids))
+    places = [said.index(f"starting {name}") for name in names]
+    assert places == sorted(places) and said.endswith("stopped\n")
+
+
+def test_people_read_addresses_and_memory(export: Path, engine: Path) -> None:
+    with serving(engine, export, "--only", "tied", "single") as process:
+        assert process.stdout is not None
+        text = ""
+        while "Ctrl-C stops all servers" not in text:
+            text += process.stdout.readline()
+    assert text.count("/metrics") == 2 and "/v1" in text and "in all " in text and "sharded" not in text
+
+
+def test_one_that_dies_ends_all(export: Path, engine: Path) -> None:
+    with serving(engine, export, "--json", "--", "--die-after", "single:3") as process:
+        pids = running(document(process))
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "model single" in said and "ended with status 1" in said and "out of memory" in said
+    assert gone_within(pids, 5)
+
+
+def test_one_that_dies_while_another_starts_is_not_waited_for(export: Path, engine: Path) -> None:
+    first, _, last = (member.name for member in members(opened(export)))
+    with serving(engine, export, "--json", "--", "--hang", last, "--die-after", f"{first}:4") as process:
+        (problem,) = document(process)["problems"]
+        assert process.wait(60) == 1
+    assert problem["model"] == first and "out of memory" in problem["message"]
+
+
+def test_one_that_does_not_come_up_ends_those_before(export: Path, engine: Path) -> None:
+    last = members(opened(export))[-1].name
+    with serving(engine, export, "--json", "--ready-timeout", "2", "--", "--hang", last) as process:
+        found = document(process)
+        assert process.wait(60) == 1
+    assert f"model {last}" not in str(found) and found["problems"][0]["model"] == last
+    assert "was not ready within 2 seconds" in found["problems"][0]["message"]
+
+
+def test_a_stranger_on_the_port_is_told(export: Path, engine: Path) -> None:
+    with serving(engine, export, "--json", "--only", "tied", "--", "--alias", "other") as process:
+        (problem,) = document(process)["problems"]
+    assert "does not answer for tied, but for other" in problem["message"]
+
+
+def test_a_taken_port_is_told_before_anything_starts(export: Path, engine: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        first = other.getsockname()[1] - 2  # the last one's
+        with serving(engine, export, "--json", "--port-base", str(first)) as process:
+            (problem,) = document(process)["problems"]
+            assert process.wait(60) == 1
+            assert process.stderr is not None and "starting" not in process.stderr.read()
+    assert f"port {first + 2} of 127.0.0.1 is in use" in problem["message"]
+
+
+def test_a_proxy_that_others_reach_needs_a_key(export: Path, engine: Path) -> None:
+    with serving(engine, export, "--json", "--proxy", "--host", "0.0.0.0") as process:
+        (problem,) = document(process)["problems"]
+        assert process.wait(60) == 2
+    assert "set LITELLM_MASTER_KEY" in problem["remedy"]
+
+
+@pytest.mark.skipif("SANDHI_LITELLM_PYTHON" not in os.environ, reason="needs the Python of an environment with LiteLLM")
+def test_litellms_proxy_routes_by_name(export: Path, engine: Path) -> None:
+    """The real proxy. It takes minutes to install, so that CI holds its file to documented fields only."""
+    proxy = ("--proxy", os.environ["SANDHI_LITELLM_PYTHON"], "--proxy-port", str(ports(4) + 3))
+    with serving(engine, export, "--json", *proxy) as process:
+        found = document(process)
+        assert found["ok"], found["problems"]
+        for name in MODELS:
+            body = {"model": name, "messages": [{"role": "user", "content": "who?"}]}
+            request = urllib.request.Request(
+                f"{found['proxy']}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["choices"][0]["message"]["content"] == f"I am {name}"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_ctrl_c_while_they_start(export: Path, engine: Path) -> None:
+    first = members(opened(export))[0].name
+    with serving(engine, export, "--", "--hang", first) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(f"starting {first}")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert "nothing is left running" in process.stderr.read()
+
+
+def test_a_dry_run_starts_nothing(export: Path, engine: Path) -> None:
+    with serving(engine, export, "--json", "--dry-run", "--proxy", "--", "--enforce-eager") as process:
+        found = document(process)
+        assert process.wait(60) == 0
+    assert all(server["command"][-1] == "--enforce-eager" for server in found["servers"]) and found["proxy"]

@@ -1,0 +1,113 @@
+"""What the plugin cannot serve is told before an engine starts: all of it, each with a remedy."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandhi_core.errors import PreflightError, UsageError
+from sandhi_core.records import ExportedTensor
+from sandhi_core.serving.vllm_plugin.refuse import EXTRAS, Engine, Options, problems, require_servable
+
+CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+
+
+def tensor(dtype: str = "BF16") -> ExportedTensor:
+    return ExportedTensor(digest="0" * 64, dtype=dtype, shape=(2, 2), nbytes=8, file="f.safetensors", sharing="merged")
+
+
+def told(engine: Engine, config: dict[str, Any] = CONFIG, **dtypes: str) -> list[tuple[str, str]]:
+    tensors = {name: tensor(dtype) for name, dtype in (dtypes or {"w": "BF16"}).items()}
+    found = problems("legal", config, tensors, engine)
+    assert all(problem.model == "legal" and problem.code == "vllm" for problem in found)
+    return [(problem.message, problem.remedy) for problem in found]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        Engine(),
+        Engine(tensor_parallel=2),
+        Engine(tensor_parallel=4),  # each head of keys on two ranks
+        Engine(device="cuda", options=Options(owner="/run/sandhi.sock")),
+        Engine(device="cuda", tensor_parallel=2, options=Options(owner="/run/sandhi-{rank}.sock")),
+    ],
+)
+def test_what_can_be_served_is_not_refused(engine: Engine) -> None:
+    assert told(engine) == []
+    require_servable("legal", CONFIG, {"w": tensor()}, engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message", "remedy"),
+    [
+        (Engine(quantization=None), "--quantization is None", "give both"),
+        (Engine(quantization="fp8"), "--quantization is fp8", "give both"),
+        (Engine(load_format="auto"), "--load-format is auto", "give both"),
+        (Engine(pipeline_parallel=2), "pipeline parallelism", "--tensor-parallel-size"),
+        (Engine(device="xpu"), "not on xpu", "on one of these"),
+        (Engine(device="cuda"), "a process of their own", "sandhi_core.serving.cuda.owner"),
+        (Engine(options=Options(owner="/s")), "an owner is named", "leave owner out"),
+        (
+            Engine(device="cuda", tensor_parallel=2, options=Options(owner="/s")),
+            "2 ranks need an owner each",
+            "put {rank} into the path",
+        ),
+        (Engine(dtype="float32"), "is BF16 like 0 others, the engine computes in float32", "--dtype bfloat16"),
+        (Engine(tensor_parallel=3), "num_attention_heads is 4, which 3 ranks", "--tensor-parallel-size 2"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_remedy(engine: Engine, message: str, remedy: str) -> None:
+    first = told(engine)[0]
+    assert message in first[0] and remedy in first[1]
+
+
+def test_everything_is_told_at_once() -> None:
+    engine = Engine(dtype="float16", pipeline_parallel=2, extras=frozenset(EXTRAS))
+    assert len(told(engine)) == 2 + len(EXTRAS)
+    with pytest.raises(PreflightError) as raised:
+        require_servable("legal", CONFIG, {"w": tensor()}, engine)
+    assert len(raised.value.problems) == 2 + len(EXTRAS)
+
+
+def test_tensors_are_told_once_for_each_dtype() -> None:
+    found = told(Engine(), a="F32", b="BF16", c="F32", d="F64")
+    assert [remedy for _, remedy in found] == ["give --dtype float32", "serve it with transformers"]
+
+
+def test_weights_that_are_quantized_are_refused() -> None:
+    (found,) = told(Engine(), CONFIG | {"quantization_config": {"quant_method": "awq"}})
+    assert "quantized already (awq)" in found[0]
+
+
+@given(heads=st.integers(1, 64), keys=st.integers(1, 64), width=st.integers(1, 4096), ranks=st.integers(1, 16))
+def test_ranks_are_refused_where_they_do_not_divide(heads: int, keys: int, width: int, ranks: int) -> None:
+    config = {"num_attention_heads": heads, "num_key_value_heads": keys, "intermediate_size": width}
+    found = told(Engine(tensor_parallel=ranks), config)
+    wrong = [heads % ranks != 0, width % ranks != 0, keys % ranks != 0 and ranks % keys != 0]
+    assert len(found) == sum(wrong)
+    for _, remedy in found:
+        fewer = int(remedy.rpartition(" ")[2])
+        assert 1 <= fewer < ranks
+
+
+def test_options_are_read() -> None:
+    assert Options.of({}) == Options("sampled", None)
+    assert Options.of({"digests": "full", "owner": "/s"}) == Options("full", "/s")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"digest": "full"}, "unknown option of the loader: digest"),
+        ({"digests": "most"}, "digests is 'most', not full, sampled or off"),
+        ({"digests": ["full"]}, "digests is"),
+        ({"owner": ""}, "owner is ''"),
+        ({"owner": 3}, "owner is 3"),
+    ],
+)
+def test_options_that_are_none_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match="give --model-loader-extra-config") as raised:
+        Options.of(given)
+    assert message in raised.value.problem.message
