@@ -67,12 +67,16 @@ class Shard:
                     _maps[key] = mapping
         self.path = path
         self.places = mapping.places
-        self._view = memoryview(mapping)
+        self._mapping, self._view = mapping, memoryview(mapping)
 
     def raw(self, name: str) -> memoryview:
         """A tensor's bytes, row-major."""
         place = self.places[name]
         return self._view[place.start : place.end]
+
+    def rest(self) -> None:
+        """Take the mapping's pages out of this process; whoever reads on has them back from the page cache."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class MappedModel:
@@ -146,6 +150,12 @@ class MappedModel:
                         tensor=name,
                         remedy=RESTORE,
                     )
+
+    def rest(self) -> None:
+        """Take pages of the model's own files out of this process, where they were read to be copied or checked."""
+        shared = self.shared()
+        for shard in {id(s): s for name, (s, _) in self._held.items() if name not in shared}.values():
+            shard.rest()
 
     def residual(self, weight: str) -> Residual | None:
         """What the model adds to a weight, as views. Raises CheckpointError where one of two parts is missing."""

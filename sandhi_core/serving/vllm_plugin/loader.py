@@ -120,6 +120,7 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
             if parameters[name].data_ptr() != address:
                 message = f"vLLM has replaced the mapped parameter {name} by a copy"
                 raise CheckpointError(message, model=model_config.model, remedy="serve it without the plugin")
+        self._require_source().model.rest()  # what was copied, or read to be checked, is in memory twice otherwise
         sizes = {address: parameters[name].nbytes for name, address in self._mapped.items()}
         logger.info("%d tensors of %d bytes are mapped", len(sizes), sum(sizes.values()))
         return network
