@@ -5,7 +5,8 @@
 The keeper runs until the command ends, or standard input ends (its other end is held by whoever started it, so that the
 kernel closes it however that process dies), or SIGTERM comes. Then the command gets SIGTERM and GRACE seconds; what is
 left after that, or was left behind by a command that ended itself, is killed. It exits as the command did: with its
-status, or 128 + the signal that ended it.
+status, or 128 + the signal that ended it; 126 where the kernel does not let it keep anything, 127 where there is no such
+command.
 
 Being a "child subreaper" (prctl(2)), the keeper becomes the parent of whatever its descendants leave behind, also in
 sessions of their own: none can get out of its sight. Only the standard library is imported: it starts in no time.
@@ -22,14 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_PRCTL = ctypes.CDLL(None, use_errno=True).prctl
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _TICK = 0.05  # seconds
 _SETTLED = 10.0  # seconds that killed processes get to be gone; one in uninterruptible sleep would take for ever
 
 
 def main(arguments: list[str]) -> int:
     grace, command = float(arguments[0]), arguments[1:]
-    _PRCTL(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        _prctl(_SET_CHILD_SUBREAPER, 1)
+    except OSError as error:
+        print(f"nothing is started that could not be ended: {error}", file=sys.stderr)
+        return 126
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever started us may have held signals back
     signals, ask = os.pipe()
     os.set_blocking(ask, False)
@@ -41,6 +46,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
+    except subprocess.SubprocessError:  # all that is told of an exception between fork and exec
+        print("nothing is started that could outlive its keeper: prctl was refused", file=sys.stderr)
+        return 126
     while process.poll() is None and not _told_to_end(signals):
         _reap(process.pid)
     _end(process, grace)
@@ -52,7 +60,13 @@ def _noted(number: int, frame: object) -> None:
 
 
 def _die_with_keeper() -> None:
-    _PRCTL(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl: {os.strerror(number)}")
 
 
 def _told_to_end(signals: int) -> bool:

@@ -20,7 +20,7 @@ from sandhi_core.serving import keeper as keeper_module
 from sandhi_core.serving.keeper import descendants
 
 GRACE = 15.0  # seconds that a server gets to end by itself
-_MARGIN = 15.0  # seconds that its keeper gets beyond that
+_MARGIN = 15.0  # seconds that its keeper gets beyond that, and again once it is killed
 _TICK = 0.1  # seconds between two looks at a server that is not ready
 _ASKING = 5.0  # seconds for one answer of a server
 VLLM = "vllm.entrypoints.openai.api_server"
@@ -99,9 +99,8 @@ class Server:
     def require_alive(self) -> None:
         """Raises ServingError, with the last lines of its log, where the server has ended."""
         if (status := self.status()) is not None:
-            how = f"by signal {signal.Signals(status - 128).name}" if status > 128 else f"with status {status}"
             raise ServingError(
-                f"its server ended {how}{self._said()}",
+                f"its server ended {_how(status)}{self._said()}",
                 model=self.name,
                 file=str(self.log),
                 remedy="resolve what the log says, then start it again",
@@ -128,7 +127,8 @@ class Server:
             self._keeper.stdin.close()
 
     def stop(self) -> None:
-        """End the server and everything it started; returns when all of it is gone, within a bounded time."""
+        """End the server and everything it started; returns when all of it is gone, or after a bounded time: the kernel
+        may take longer to end a process that waits for a device."""
         self.ask()
         try:
             self._keeper.wait(self._grace + _MARGIN)
@@ -136,7 +136,8 @@ class Server:
             for pid in (*descendants(self._keeper.pid), self._keeper.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._keeper.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._keeper.wait(_MARGIN)
 
     def __enter__(self) -> "Server":
         return self
@@ -156,6 +157,12 @@ class Server:
     def _said(self) -> str:
         lines = last_lines(self.log)
         return "; its log ends:\n" + "\n".join(f"  {line}" for line in lines) + "\n" if lines else "; its log is empty"
+
+
+def _how(status: int) -> str:
+    """How a process ended, by its status as a shell has it: above 128 may be a signal, or just a number."""
+    known = signal.valid_signals()
+    return f"by signal {signal.Signals(status - 128).name}" if status - 128 in known else f"with status {status}"
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers are here: no proxy between

@@ -151,6 +151,13 @@ def test_one_that_was_killed_says_by_what(tmp_path: Path) -> None:
         server.wait_ready(30)
 
 
+@pytest.mark.parametrize("status", [255, 193, 128])  # there are 64 signals
+def test_a_status_that_is_no_signal_is_told_as_it_is(tmp_path: Path, status: int) -> None:
+    with started(tmp_path, f"import os; os._exit({status})") as server:
+        with pytest.raises(ServingError, match=f"with status {status}; its log is empty"):
+            server.wait_ready(30)
+
+
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     port = free_port()
     with (
@@ -224,6 +231,33 @@ def test_a_killed_keeper_takes_the_server_along(tmp_path: Path) -> None:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(parent, signal.SIGKILL)
         assert gone_within([pid], 10)
+
+
+@pytest.mark.parametrize("option", ["_SET_CHILD_SUBREAPER", "_SET_PDEATHSIG"])
+def test_a_keeper_that_cannot_keep_starts_nothing(tmp_path: Path, option: str) -> None:
+    body = f"""
+        import sys
+        from sandhi_core.serving import keeper
+        keeper.{option} = 9999  # no option that the kernel knows
+        sys.exit(keeper.main(["1", "touch", sys.argv[1]]))
+    """
+    done = subprocess.run(program(body, tmp_path / "made"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 126 and "nothing is started" in done.stderr and "prctl" in done.stderr
+    assert not (tmp_path / "made").exists()
+
+
+class Unkillable(subprocess.Popen[bytes]):
+    """What a keeper is to whoever waits for it while the kernel cannot end it; no test can make one that is."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "this would take for ever"
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def test_stopping_is_bounded_whatever_the_kernel_does(tmp_path: Path) -> None:
+    keeper = Unkillable([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    Server("chemist", "http://127.0.0.1:1", "/health", tmp_path / "log", keeper, 0.1).stop()
+    assert subprocess.Popen.wait(keeper, 30) != 0
 
 
 # --- commands -----------------------------------------------------------------------------------------------
