@@ -4,7 +4,7 @@ What an export shares is mapped read-only (`mapped`): one copy for all processes
 the same bytes. What a model alone holds is mapped privately, so that it can be changed; it is read ahead (`prefetch`).
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +25,9 @@ from sandhi_core.assignment import factor_names, factors_among, is_factor, vecto
 from sandhi_core.checkpoint import Checkpoint, refuse
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
-from sandhi_core.layout import ADAPTER, MANIFEST, shards
+from sandhi_core.layout import ADAPTER, MANIFEST
 from sandhi_core.rungs.residual import Residual, attach
-from sandhi_core.serving.mapped import Digests, MappedModel, opened, residual_among
+from sandhi_core.serving.mapped import Digests, MappedModel, mapped_model, residual_among
 from sandhi_core.serving.prefetch import prefetching, private_spans
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
@@ -58,7 +58,7 @@ def load(
     if not directory.is_dir():
         raise _wrong(directory, name, "is no directory", remedy="give the directory of one model of an export")
     index = index_of(directory)
-    if mapped := opened(directory):
+    if mapped := mapped_model(directory):
         with prefetching(name, private_spans(mapped)):
             mapped.check(digests)
             return _built(directory, name, _exported(mapped, writable), dtype, device)
@@ -108,11 +108,7 @@ def module_of(model: Module, tensor: str) -> Module | None:
 
 def _exported(mapped: MappedModel, writable: bool) -> dict[str, Tensor]:
     shared = frozenset[str]() if writable else mapped.shared()
-    tensors = {name: mapped.tensor(name) for name in shared}
-    for file, members in shards(mapped.manifest.models[mapped.model]).items():
-        if own := members.keys() - shared:
-            tensors |= _private(mapped.directory / file, own)
-    return tensors
+    return {name: mapped.tensor(name) if name in shared else mapped.own(name) for name in mapped.tensors}
 
 
 def _whole(directory: Path, name: str) -> dict[str, Tensor]:
@@ -124,10 +120,10 @@ def _whole(directory: Path, name: str) -> dict[str, Tensor]:
     return {tensor: held for file in files for tensor, held in _private(directory / file).items()}
 
 
-def _private(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Tensors of a file, by default all, over a private mapping: pages that are written are copied."""
+def _private(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file, over a private mapping: pages that are written are copied."""
     with safe_open(path, framework="pt") as shard:
-        return {tensor: shard.get_tensor(tensor) for tensor in sorted(names or shard.keys())}
+        return {tensor: shard.get_tensor(tensor) for tensor in sorted(shard.keys())}
 
 
 # --- models -------------------------------------------------------------------------------------------------

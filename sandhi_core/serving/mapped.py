@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -44,7 +44,8 @@ class _Mapping(mmap.mmap):
     places: dict[str, Place]
 
 
-_maps: WeakValueDictionary[tuple[int, FileIdentity], _Mapping] = WeakValueDictionary()  # by device and identity
+_File = tuple[int, FileIdentity]  # by its device
+_maps: WeakValueDictionary[_File, _Mapping] = WeakValueDictionary()
 _mapping = Lock()
 
 
@@ -55,39 +56,62 @@ class Shard:
     def __init__(self, path: Path) -> None:
         """Raises OSError where it cannot be opened, FormatError unless it is a whole safetensors file."""
         with path.open("rb") as f:
-            status = os.fstat(f.fileno())
-            key = (status.st_dev, FileIdentity.of(status))
+            file = _file(f.fileno())
+            size = file[1].size
             with _mapping:
-                mapping = _maps.get(key)
+                mapping = _maps.get(file)
                 if mapping is None:
-                    if not status.st_size:
+                    if not size:
                         raise FormatError("it is empty")
-                    mapping = _Mapping(f.fileno(), status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-                    mapping.places = header_of(mapping, status.st_size)
-                    _maps[key] = mapping
+                    mapping = _Mapping(f.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+                    mapping.places = header_of(mapping, size)
+                    _maps[file] = mapping
         self.path = path
         self.places = mapping.places
-        self._mapping, self._view = mapping, memoryview(mapping)
+        self._file, self._mapping, self._view = file, mapping, memoryview(mapping)
+        self._own: memoryview | None = None
 
     def raw(self, name: str) -> memoryview:
         """A tensor's bytes, row-major."""
         place = self.places[name]
         return self._view[place.start : place.end]
 
+    def own(self, name: str) -> memoryview:
+        """A tensor's bytes, for this Shard alone: pages that are written are copied. Raises OSError unless the path
+        still has the file that is mapped, whose bytes may have been held to digests."""
+        if self._own is None:
+            # A descriptor kept since then would be a second one for each of some hundred files.
+            with self.path.open("rb") as f:
+                if _file(f.fileno()) != self._file:
+                    raise OSError("another file has taken its place meanwhile")
+                size = self._file[1].size
+                prot = mmap.PROT_READ | mmap.PROT_WRITE
+                self._own = memoryview(mmap.mmap(f.fileno(), size, flags=mmap.MAP_PRIVATE, prot=prot))
+        place = self.places[name]
+        return self._own[place.start : place.end]
+
     def rest(self) -> None:
         """Take the mapping's pages out of this process; whoever reads on has them back from the page cache."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
+def _file(descriptor: int) -> _File:
+    status = os.fstat(descriptor)
+    return status.st_dev, FileIdentity.of(status)
+
+
 class MappedModel:
     """A model directory of an export. `tensors` is what the manifest says of each, by name."""
 
-    def __init__(self, model: str, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, model: str, files: "_Shards") -> None:
         self.model = model
-        self.directory = directory
-        self.manifest = manifest
-        self.tensors: Mapping[str, ExportedTensor] = manifest.models[model].tensors
-        self._held: dict[str, tuple[Shard, str]] = {}  # where each is read, and its name there
+        self.manifest = files.manifest
+        self.directory = files.root / self.manifest.models[model].directory
+        self.tensors: Mapping[str, ExportedTensor] = self.manifest.models[model].tensors
+        self._own = {name: files.own(model, tensor) for name, tensor in self.tensors.items()}
+        # Where each is read, and its name there.
+        self._held = {n: files.place(model, t) or (self._own[n], n) for n, t in self.tensors.items()}
+        self._shared = frozenset(n for n, t in self.tensors.items() if t.sharing != "private" or files.alias(model, n))
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -107,26 +131,38 @@ class MappedModel:
                 file=str(directory),
                 remedy=f"give one of {', '.join(sorted(m.directory for m in manifest.models.values()))}",
             )
-        mapped = cls(model, directory, manifest)
-        found = _Shards(directory.parent, manifest)
-        for name, tensor in mapped.tensors.items():
-            mapped._held[name] = found.place(model, name, tensor)
-        return mapped
+        return cls(model, _Shards(directory.parent, manifest))
+
+    @classmethod
+    def each(cls, root: Path, manifest: Manifest) -> Iterator[Self]:
+        """Every model of an export whose manifest was read, sorted by name. What is not kept is not mapped any longer:
+        a mapping takes a descriptor. Raises as `open` does, when it comes to a model."""
+        files = _Shards(root.resolve(), manifest)
+        for model in sorted(manifest.models):
+            yield cls(model, files)
+            files.leave()
 
     def shared(self) -> frozenset[str]:
         """The tensors that another model or another name holds too, in one file: shared shards, and aliases."""
-        known = aliases(self.manifest)
-        return frozenset(
-            name
-            for name, tensor in self.tensors.items()
-            if tensor.sharing != "private" or (self.model, name) in known.get(tensor.digest, ())
-        )
+        return self._shared
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapping, of the shape and dtype that the manifest has. Raises KeyError where the model has no
         such tensor."""
         tensor = self.tensors[name]
         return tensor_over(tensor.dtype, tensor.shape, self._raw(name))
+
+    def own(self, name: str) -> Tensor:
+        """A tensor that may be written, over the model's own file, whoever else has its bytes: a private mapping, of
+        which pages that are written are copied.
+
+        Raises KeyError as `tensor` does, CheckpointError where the file was replaced since it was opened.
+        """
+        tensor, shard = self.tensors[name], self._own[name]
+        try:
+            return tensor_over(tensor.dtype, tensor.shape, shard.own(name))
+        except OSError as error:
+            raise _damaged(self.model, shard.path, f"cannot be read: {error.strerror or error}", name) from None
 
     def file(self, name: str) -> tuple[Path, int]:
         """Where a tensor is read: the file, and the place of its first byte."""
@@ -178,13 +214,15 @@ class MappedModel:
         return tensor_digest(tensor.dtype, tensor.shape, self._raw(name))
 
 
-def opened(directory: Path) -> MappedModel | None:
+def mapped_model(directory: Path) -> MappedModel | None:
     """The model whose directory this is, None where it is a checkpoint that belongs to no export, or a base that an
     export has beside its models. Raises as MappedModel.open does."""
     directory = directory.resolve()
     if not (directory.parent / MANIFEST).is_file():
         return None
-    return MappedModel.open(directory) if model_in(read_manifest(directory.parent), directory) else None
+    manifest = read_manifest(directory.parent)
+    model = model_in(manifest, directory)
+    return MappedModel(model, _Shards(directory.parent, manifest)) if model else None
 
 
 def model_in(manifest: Manifest, directory: Path) -> str | None:
@@ -226,26 +264,38 @@ class _Shards:
     """The weight files of an export, each opened once and held to the manifest."""
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
-        self._root = root
+        self.root = root
+        self.manifest = manifest
         self._models = manifest.models
         self._aliases = aliases(manifest)
         self._expected = {name: shards(model) for name, model in manifest.models.items()}
         self._found: dict[tuple[str, str], Shard] = {}
 
-    def place(self, model: str, name: str, tensor: ExportedTensor) -> tuple[Shard, str]:
-        """Where a tensor of a model is read. Its own file must be sound even if another's is read instead; a model
-        whose directory did not come along with this one is passed over."""
-        own = self._shard(model, tensor.file)
+    def leave(self) -> None:
+        """Keep no file: who holds one goes on, who asks for one opens it anew."""
+        self._found.clear()
+
+    def alias(self, model: str, name: str) -> bool:
+        """Whether a tensor's bytes occur under another name too."""
+        return (model, name) in self._aliases.get(self._models[model].tensors[name].digest, ())
+
+    def own(self, model: str, tensor: ExportedTensor) -> Shard:
+        """A model's own file of a tensor, which must be sound even if another's is read instead."""
+        return self._shard(model, tensor.file)
+
+    def place(self, model: str, tensor: ExportedTensor) -> tuple[Shard, str] | None:
+        """Where a tensor that occurs under several names is read, and its name there. A model whose directory did not
+        come along with this one is passed over."""
         for other, there in self._aliases.get(tensor.digest, ()):
             exported = self._models[other]
-            if other == model or (self._root / exported.directory).is_dir():
+            if other == model or (self.root / exported.directory).is_dir():
                 return self._shard(other, exported.tensors[there].file), there
-        return own, name
+        return None
 
     def _shard(self, model: str, file: str) -> Shard:
         if (model, file) not in self._found:
             self._found[model, file] = _agreeing(
-                model, self._root / self._models[model].directory / file, self._expected[model][file]
+                model, self.root / self._models[model].directory / file, self._expected[model][file]
             )
         return self._found[model, file]
 

@@ -81,8 +81,8 @@ def opened(export: Path) -> Deployed:
     problems = [problem for problem in check_deployment(root, manifest) if problem.severity == "error"]
     if problems:
         raise PreflightError(problems)
-    for model in manifest.models.values():
-        MappedModel.open(root / model.directory)
+    for _ in MappedModel.each(root, manifest):  # it raises where files are not what the manifest says
+        pass
     for name, files in unlinked(root, manifest).items():
         message = "is a file of its own: what models share would be in memory once for each"
         raise ProofError(message, model=name, file=files[0], remedy=LINKS)

@@ -108,6 +108,43 @@ def test_residuals_are_views_of_what_is_stored(case: Case, root: Path) -> None:
     assert vectors is not None and vectors.rank == 0 and vectors.scale is not None
 
 
+def test_every_model_of_an_export_is_opened_with_one_look_at_the_manifest(
+    case: Case, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = case.exported()[1]
+    monkeypatch.setattr("sandhi_core.serving.mapped.read_manifest", None)
+    counted: list[int] = []
+    monkeypatch.setattr("sandhi_core.serving.mapped.aliases", lambda m: counted.append(1) or aliases(m))
+    found = {mapped.model: mapped for mapped in MappedModel.each(root, manifest)}
+    assert list(found) == sorted(MODELS) and len(counted) == 1
+    assert len({mapped.tensor(UP).data_ptr() for mapped in found.values()}) == 1
+    assert found["single"].shared() is found["single"].shared()
+
+
+def test_what_is_its_own_may_be_written_and_changes_no_file(root: Path) -> None:
+    mapped = MappedModel.open(root / "single")
+    path = root / "single" / mapped.tensors[NORM].file
+    before = path.read_bytes()
+    first, second = mapped.own(NORM), MappedModel.open(root / "single").own(NORM)
+    first.add_(1.0)
+    assert torch.equal(first, second + 1.0) and torch.equal(mapped.tensor(NORM), second)
+    assert torch.equal(mapped.own(NORM), first)  # one private mapping, as long as the model is open
+    assert path.read_bytes() == before
+
+
+def test_what_was_held_to_its_digest_is_what_is_used(copy: Path) -> None:
+    mapped = MappedModel.open(copy / "single")
+    mapped.check("full")
+    path = copy / "single" / mapped.tensors[NORM].file
+    twin = path.with_name("twin")
+    shutil.copy(path, twin)
+    flip(twin)
+    twin.replace(path)
+    with pytest.raises(CheckpointError, match="another file has taken its place") as caught:
+        mapped.own(NORM)
+    assert (caught.value.problem.file, caught.value.problem.tensor) == (str(path), NORM)
+
+
 # --- aliases ------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ class Wanted:
         models or nothing is shared.
         """
         manifest = read_manifest(root)
-        models = {name: MappedModel.open(root / model.directory) for name, model in sorted(manifest.models.items())}
+        models = {mapped.model: mapped for mapped in MappedModel.each(root, manifest)}
         slices = {name: Slices(name, _config(model), size, rank) for name, model in models.items()}
         shared = {name: model.shared() for name, model in models.items()}
         if not any(shared.values()):
