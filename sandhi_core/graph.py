@@ -187,7 +187,8 @@ def _grouping(pool: Pool) -> dict[str, Any]:
 def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], Any]) -> Any:
     match stage:
         case "operating_points":
-            return {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models} | _alignment(pool)
+            budgets = {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models}
+            return {"budgets": budgets, **aligned} if (aligned := _alignment(pool)) else budgets
         case "sharing_proof":
             return {m.name: [scoring(pool, m), [t.budget for t in m.tasks]] for m in pool.models}
         case "deployment":
@@ -200,8 +201,8 @@ def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], A
 
 
 def _alignment(pool: Pool) -> dict[str, Any]:
-    """Named only where it is another: pools without it keep what they have. No model has such a name."""
-    return {} if pool.deploy.alignment == "4KiB" else {"deploy.alignment": pool.deploy.alignment}
+    """Named only where it is another: pools without it keep what they have."""
+    return {} if pool.deploy.alignment == "4KiB" else {"alignment": pool.deploy.alignment}
 
 
 def _ladder(pool: Pool) -> list[Any]:

@@ -216,6 +216,21 @@ def test_a_base_that_changed_forms_the_groups_anew(based: tuple[World, Pool, Fil
     assert not stages(ran) & {"checkpoint", "profile"}
 
 
+@pytest.mark.parametrize("stage", ["operating_points", "merged_weights"])
+def test_an_alignment_stands_beside_models_not_among_them(stage: str) -> None:
+    def own(alignment: str) -> Any:
+        pool = make_pool("p", ["a", "alignment"], deploy={"alignment": alignment})
+        return own_inputs(catalogue(pool), (stage, "p"), lambda *_: {}, lambda *_: {})
+
+    narrow, wide = own("4KiB"), own("2MiB")
+    assert wide["alignment"] == "2MiB"
+    if stage == "operating_points":  # what pools without it have had from the first
+        assert narrow == {"a": {"task_a": 0.02}, "alignment": {"task_alignment": 0.02}}
+        assert wide["budgets"] == narrow
+    else:
+        assert narrow == {"models": ["a", "alignment"]} == {k: v for k, v in wide.items() if k != "alignment"}
+
+
 def test_what_weighs_inputs_is_seen_by_the_groups_and_by_no_others(based: tuple[World, Pool, Files]) -> None:
     """A task may change without any score of the profile: then the groups are all that tells."""
     built, pool, files = based
