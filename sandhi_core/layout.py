@@ -163,6 +163,16 @@ def unlinked(export_root: Path, manifest: Manifest) -> dict[str, list[str]]:
     return dict(found)
 
 
+OTHER_VERSION = "use the Sandhi that wrote it, or build the export again with this one"
+
+
+def other_version(error: ValidationError, ours: int) -> str | None:
+    """What to say of a record of another schema version than `ours`, which cannot be read for that; None where it has
+    another fault."""
+    found = [e["input"] for e in error.errors() if e["loc"] == ("schema_version",)]
+    return f"is of schema version {found[0]}, this Sandhi reads {ours}" if found else None
+
+
 def read_manifest(export_root: Path) -> Manifest:
     """The manifest of an export. Raises ProofError where it is missing, invalid, of another version, or names files
     elsewhere or shards as the shards of another kind of model."""
@@ -173,10 +183,8 @@ def read_manifest(export_root: Path) -> Manifest:
     except OSError as error:
         raise ProofError(f"cannot be read: {error.strerror}", file=str(path), remedy=remedy) from None
     except ValidationError as error:
-        if other := next((e["input"] for e in error.errors() if e["loc"] == ("schema_version",)), None):
-            message = f"is of schema version {other}, this Sandhi reads {SCHEMA_VERSION}"
-            remedy = "use the Sandhi that wrote it, or build the export again with this one"
-            raise ProofError(message, file=str(path), remedy=remedy) from None
+        if message := other_version(error, SCHEMA_VERSION):
+            raise ProofError(message, file=str(path), remedy=OTHER_VERSION) from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ProofError(f"no manifest: {where} {first['msg']}", file=str(path), remedy=remedy) from None

@@ -19,7 +19,7 @@ from sandhi_core.deploy.bases import Adapted, Scored
 from sandhi_core.deploy.spec import DeploymentSpec, Server, serve
 from sandhi_core.disk import unreadable
 from sandhi_core.errors import Problem, SandhiError
-from sandhi_core.layout import DEPLOYMENT
+from sandhi_core.layout import DEPLOYMENT, OTHER_VERSION, other_version
 from sandhi_core.records import ExportedModel, Manifest
 
 AGAIN = f"restore {DEPLOYMENT} from where the export was built, or remove it and build again"
@@ -36,6 +36,8 @@ def check_deployment(export_root: Path, manifest: Manifest) -> list[Problem]:
     try:
         spec = DeploymentSpec.parse(path.read_bytes())
     except ValidationError as error:
+        if message := other_version(error, DeploymentSpec.model_fields["schema_version"].default):
+            return [_problem(message, remedy=OTHER_VERSION)]
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         return [_problem(f"is no deployment specification: {where + ': ' if where else ''}{first['msg']}")]

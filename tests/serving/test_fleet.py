@@ -209,6 +209,30 @@ def test_what_was_not_proved_is_not_started(export: Path, tmp_path: Path, engine
             opened(root)
 
 
+@pytest.mark.parametrize(
+    ("command", "version"), [("serve", 1), ("verify", 3), ("render --to litellm --out out", 3)]
+)
+def test_a_deployment_of_another_version_is_refused_by_its_version(
+    export: Path, tmp_path: Path, command: str, version: int
+) -> None:
+    root = tmp_path / "export"
+    shutil.copytree(export, root, copy_function=os.link)
+    document = json.loads((root / DEPLOYMENT).read_text()) | {"schema_version": version, "more": {}}
+    for name in document["servers"][0].keys() & {"metrics", "engine"}:
+        del document["servers"][0][name]
+    (root / DEPLOYMENT).unlink()
+    (root / DEPLOYMENT).write_text(json.dumps(document))
+    name, *options = command.split()
+    run = [sys.executable, "-m", "sandhi_core", name, str(root), "--json", *options]
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert done.returncode == 1 and problem["file"].endswith(DEPLOYMENT)
+    assert problem["message"] == f"is of schema version {version}, this Sandhi reads 2"
+    assert problem["remedy"] == "use the Sandhi that wrote it, or build the export again with this one"
+    assert not (tmp_path / "out").exists()
+
+
 # --- running ------------------------------------------------------------------------------------------------
 
 
