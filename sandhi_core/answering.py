@@ -1,15 +1,18 @@
 """How a command ends: one answer on standard output, what failed on standard error, one exit status."""
 
+import io
+import json
 import os
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from typing import Any
 
 from sandhi_core.errors import Problem, SandhiError, UsageError
 
 ENDINGS = frozenset({signal.SIGINT, signal.SIGTERM})
 STOPPED = 130
-_GOES_ON = "what was finished is kept, the same command goes on from there"
+GOES_ON = "what was finished is kept, the same command goes on from there"
 
 
 def signal_noted() -> Callable[[], bool]:
@@ -30,7 +33,7 @@ def signal_noted() -> Callable[[], bool]:
     return stopped
 
 
-def failure(error: BaseException, stopped: bool, after: str = _GOES_ON) -> tuple[list[Problem], int]:
+def failure(error: BaseException, stopped: bool, after: str = GOES_ON) -> tuple[list[Problem], int]:
     """What is wrong, and the exit status; `after` says how things are left. With SANDHI_DEBUG set a defect
     is raised again, with its traceback."""
     if stopped or isinstance(error, KeyboardInterrupt):
@@ -50,19 +53,60 @@ def _problem(code: str, message: str, remedy: str, file: str | None = None) -> P
     return Problem(code=code, severity="error", message=message, remedy=remedy, file=file)
 
 
-def deliver(text: str, status: int, answer: int | None) -> int:
-    """Write the answer to a descriptor, or to sys.stdout; a reader that has gone away or a full disk is an exit
-    status, not a traceback."""
-    try:
-        if answer is None:
-            sys.stdout.write(text)
-        else:
-            data = memoryview(text.encode())
-            while data:
-                data = data[os.write(answer, data) :]
-        return status
-    except BrokenPipeError:
-        return status or 1
-    except OSError as error:
-        print(f"error: the answer cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
+class UndeliveredError(Exception):
+    """The answer cannot be written: its reader has gone away, which is nothing to tell, or the disk is full."""
+
+
+class Answer:
+    """Standard output of a command, for what it answers alone. `given`: whether anything was."""
+
+    def __init__(self, write: Callable[[str], object], as_json: bool, terminal: bool = False) -> None:
+        self.given = False
+        self._write, self._as_json, self._terminal = write, as_json, terminal
+
+    def __call__(self, document: Any, show: Callable[[], object]) -> None:
+        """Answer with a document, where --json asks for one, or with what `show` prints for people. Raises
+        UndeliveredError."""
+        if self._as_json:
+            return self.document(document)
+        page = _Page(self._terminal)
+        with redirect_stdout(page):
+            show()
+        self.text(page.getvalue())
+
+    def refuse(self, problems: Sequence[Problem]) -> None:
+        """A document of what failed, where --json asks for one and none was given. Raises UndeliveredError."""
+        if self._as_json and not self.given:
+            found = [problem.model_dump(mode="json") for problem in problems]
+            self.document({"ok": False, "problems": found})
+
+    def document(self, document: Any) -> None:
+        """Answer with a document, asked for or not. Raises UndeliveredError."""
+        self.text(json.dumps(document, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+    def text(self, text: str) -> None:
+        self.given = True
+        try:
+            self._write(text)
+        except BrokenPipeError:
+            raise UndeliveredError from None
+        except OSError as error:
+            raise UndeliveredError(f"error: the answer cannot be written: {error.strerror}") from None
+
+
+class _Page(io.StringIO):
+    """What is printed for people; coloured where a terminal will show it."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+def write_all(descriptor: int, text: str) -> None:
+    """Raises OSError."""
+    data = memoryview(text.encode())
+    while data:
+        data = data[os.write(descriptor, data) :]

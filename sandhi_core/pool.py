@@ -290,8 +290,8 @@ class DeploySettings(Section):
     residuals of no larger rank. Needs `merging: residuals: low_rank`."""
     alignment: Literal["4KiB", "2MiB"] = "4KiB"
     """To a multiple of which the tensor in a shared file begins: a page, or what a GPU maps at once, for tools that map
-    such files there; nothing in Sandhi needs it. With 2MiB every shared file is as much larger, which is no saving, and a
-    tensor that would save less than that is not shared."""
+    such files there; nothing in Sandhi needs it. With 2MiB every shared file is as much larger, which is no saving, and
+    a tensor that would save less than that is not shared."""
     device_memory: Size = "80GiB"
 
     @property

@@ -5,8 +5,8 @@
 The keeper runs until the command ends, or standard input ends (its other end is held by whoever started it, so that the
 kernel closes it however that process dies), or SIGTERM comes. Then the command gets SIGTERM and GRACE seconds; what is
 left after that, or was left behind by a command that ended itself, is killed. It exits as the command did: with its
-status, or 128 + the signal that ended it; 126 where the kernel does not let it keep anything, 127 where there is no such
-command.
+status, or 128 + the signal that ended it; 126 where the kernel does not let it keep anything, 127 where there is no
+such command.
 
 Being a "child subreaper" (prctl(2)), the keeper becomes the parent of whatever its descendants leave behind, also in
 sessions of their own: none can get out of its sight. Only the standard library is imported: it starts in no time.

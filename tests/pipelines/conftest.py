@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipelines.cli import main
+from sandhi_core.__main__ import main
 from sandhi_core.serving.engines import PYTHON
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -88,9 +89,10 @@ def test_what_a_task_module_prints_is_not_in_the_document(tiny_pool: PoolWriter,
     )
     with (tmp_path / "tasks" / "letters.yaml").open("a") as f:
         f.write("process_docs: !function loud.go\n")
-    done = run("check", pool, "--root", tmp_path / "root", "--json")
-    assert json.loads(done.stdout)["ok"] is True
-    assert "HELLO" in done.stderr and "RAW" in done.stderr
+    for options in (["--json"], []):
+        done = run("check", pool, "--root", tmp_path / "root", *options)
+        assert not options or json.loads(done.stdout)["ok"] is True
+        assert "HELLO" in done.stderr and "RAW" in done.stderr and "HELLO" not in done.stdout
 
 
 @pytest.mark.parametrize("target", ["| head -c 10", "> /dev/full"])
@@ -162,15 +164,21 @@ def test_a_signal_that_comes_before_the_command_can_answer_is_answered() -> None
 def test_every_failure_is_one_document_and_one_line(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: str, status: int
 ) -> None:
-    def fail(arguments: object, root: Path) -> None:
+    def fail(arguments: object, answer: object) -> int:
         raise error
 
-    monkeypatch.setitem(cli._COMMANDS, "build", fail)
+    monkeypatch.setitem(cli.COMMANDS, "build", replace(cli.COMMANDS["build"], run=fail))
     found, out, err = sandhi("build", "pool.yaml", "--json")
     assert found == status
     assert json.loads(out)["ok"] is False and [p["code"] for p in json.loads(out)["problems"]] == [code]
     assert len(err.splitlines()) == 1 and "Traceback" not in err
     assert sandhi("build", "pool.yaml")[:2] == (status, "")
+
+
+def test_what_follows_two_dashes_is_for_engines() -> None:
+    status, out, _ = sandhi("build", "pool.yaml", "--json", "--", "--enforce-eager")
+    (problem,) = json.loads(out)["problems"]
+    assert status == 2 and problem["remedy"] == "leave -- --enforce-eager ... out"
 
 
 def test_wrong_use_is_a_document_too() -> None:
