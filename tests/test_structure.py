@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import require_vllm
+
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     "sandhi_core",
@@ -45,7 +47,9 @@ def test_assets_do_not_import_each_other() -> None:
         assert {module for module in found if module.startswith("assets.")} <= {"assets.stage", "assets.pictures"}, file
 
 
-@pytest.mark.parametrize("module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "pipelines.cli"])
+@pytest.mark.parametrize(
+    "module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "sandhi_core.cli", "pipelines.cli"]
+)
 def test_light_modules_do_not_load_heavy_ones(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -82,6 +86,9 @@ def test_the_wheel_alone_serves_renders_and_verifies(tmp_path: Path) -> None:
         done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == status, done.stderr
         assert ("needs a checkout" in done.stderr) == (status == 2)
+    run = [sys.executable, "-I", "-c", code, "--help"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "{serve,render,verify}" in done.stdout and "build, report, schema need a checkout" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["serve", "render"])
@@ -96,3 +103,16 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     run = [sys.executable, "-m", "sandhi_core", command, "--help"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
     assert f"example: sandhi {command}" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("demand", [{}, {"CI": "true"}, {"SANDHI_REQUIRE_VLLM": "1"}])
+def test_vllm_is_not_done_without_where_it_must_be(demand: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CI", "SANDHI_REQUIRE_VLLM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in demand.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        pytest.fail.Exception if demand else pytest.skip.Exception, match="no vLLM: /nowhere is missing"
+    ):
+        require_vllm(Path("/nowhere"))
+    require_vllm(Path(sys.executable))

@@ -7,7 +7,7 @@ SERVER = """
 import argparse, json, mmap, os, pathlib, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 parser = argparse.ArgumentParser()
-for name in ("model", "served-model-name", "host", "port", "die-after", "hang", "alias"):
+for name in ("model", "served-model-name", "host", "port", "die-at", "hang", "alias"):
     parser.add_argument("--" + name)
 given, _ = parser.parse_known_args()
 if given.hang == given.served_model_name: time.sleep(600)
@@ -35,9 +35,8 @@ class Answer(BaseHTTPRequestHandler):
 server = HTTPServer((given.host, int(given.port)), Answer)
 server.timeout = 0.1
 print("serving", given.served_model_name, flush=True)
-name, _, seconds = (given.die_after or "").partition(":")
-end = time.monotonic() + float(seconds) if name == given.served_model_name else None
-while end is None or time.monotonic() < end: server.handle_request()
+name, _, sign = (given.die_at or "").partition(":")
+while name != given.served_model_name or not os.path.exists(sign): server.handle_request()
 sys.exit("out of memory")
 """
 

@@ -51,17 +51,35 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.install(tmp_path_factory.mktemp("engine"))
 
 
+_kept: list[socket.socket] = []  # until the process ends
+
+
 def ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    for first in range(20000 + os.getpid() % 5000, 60000, count):
+    """The first of so many free ports in a row, at most eight, which no other process that asks here is given."""
+    for first in range(20000, 32000, 8):  # below those that the kernel gives to connections
+        claim = socket.socket(socket.AF_UNIX)
         try:
+            claim.bind(f"\0sandhi-tests-{first}")  # a name that one process at a time can have (unix(7))
             for port in range(first, first + count):
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", port))
-            return first
         except OSError:
+            claim.close()
             continue
+        _kept.append(claim)
+        return first
     raise AssertionError("no free ports")
+
+
+def test_ports_are_given_to_one_process_alone() -> None:
+    code = "from tests.serving.test_fleet import ports; print(ports(3)); input()"
+    run = [sys.executable, "-c", code]
+    with subprocess.Popen(run, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = int(other.stdout.readline())
+        ours = [ports(3) for _ in range(3)]
+        other.communicate("\n")
+    assert len({*ours, theirs}) == 4 and all(port % 8 == 0 for port in ours)
 
 
 @contextmanager
@@ -209,9 +227,7 @@ def test_what_was_not_proved_is_not_started(export: Path, tmp_path: Path, engine
             opened(root)
 
 
-@pytest.mark.parametrize(
-    ("command", "version"), [("serve", 1), ("verify", 3), ("render --to litellm --out out", 3)]
-)
+@pytest.mark.parametrize(("command", "version"), [("serve", 1), ("verify", 3), ("render --to litellm --out out", 3)])
 def test_a_deployment_of_another_version_is_refused_by_its_version(
     export: Path, tmp_path: Path, command: str, version: int
 ) -> None:
@@ -273,9 +289,10 @@ def test_people_read_addresses_and_memory(export: Path, engine: Path) -> None:
     assert text.count("/metrics") == 2 and "/v1" in text and "in all " in text and "sharded" not in text
 
 
-def test_one_that_dies_ends_all(export: Path, engine: Path) -> None:
-    with serving(engine, export, "--json", "--", "--die-after", "single:3") as process:
+def test_one_that_dies_ends_all(export: Path, engine: Path, tmp_path: Path) -> None:
+    with serving(engine, export, "--json", "--", "--die-at", f"single:{tmp_path / 'now'}") as process:
         pids = running(document(process))
+        (tmp_path / "now").touch()
         assert process.wait(60) == 1
         assert process.stderr is not None
         said = process.stderr.read()
@@ -283,9 +300,14 @@ def test_one_that_dies_ends_all(export: Path, engine: Path) -> None:
     assert gone_within(pids, 5)
 
 
-def test_one_that_dies_while_another_starts_is_not_waited_for(export: Path, engine: Path) -> None:
+def test_one_that_dies_while_another_starts_is_not_waited_for(export: Path, engine: Path, tmp_path: Path) -> None:
     first, _, last = (member.name for member in members(opened(export)))
-    with serving(engine, export, "--json", "--", "--hang", last, "--die-after", f"{first}:4") as process:
+    dying = ("--hang", last, "--die-at", f"{first}:{tmp_path / 'now'}")
+    with serving(engine, export, "--json", "--", *dying) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith(f"starting {last}"):
+            pass
+        (tmp_path / "now").touch()
         (problem,) = document(process)["problems"]
         assert process.wait(60) == 1
     assert problem["model"] == first and "out of memory" in problem["message"]

@@ -153,9 +153,9 @@ def test_one_that_was_killed_says_by_what(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [255, 193, 128])  # there are 64 signals
 def test_a_status_that_is_no_signal_is_told_as_it_is(tmp_path: Path, status: int) -> None:
-    with started(tmp_path, f"import os; os._exit({status})") as server:
-        with pytest.raises(ServingError, match=f"with status {status}; its log is empty"):
-            server.wait_ready(30)
+    said = f"with status {status}; its log is empty"
+    with started(tmp_path, f"import os; os._exit({status})") as server, pytest.raises(ServingError, match=said):
+        server.wait_ready(30)
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:

@@ -14,20 +14,18 @@ from sandhi_core.layout import read_manifest
 from sandhi_core.memory import PAGE
 from sandhi_core.pool import load_pool
 from sandhi_core.serving.completions import Completion
-from sandhi_core.serving.engines import PYTHON
 from sandhi_core.serving.keeper import descendants
 from sandhi_core.serving.measure import hold
 from sandhi_core.verification import verify
 from sandhi_core.verification_servers import Measuring
-from tests.conftest import CHECKOUT
+from tests.conftest import VLLM
 from tests.pipelines.conftest import Line, built
 from tests.searched import TASKS, searched_pool
 from tests.serving.test_measure import ends_all, measurer
 
 pytestmark = pytest.mark.slow
 
-VLLM = Path(os.environ.get(PYTHON) or CHECKOUT / ".venv-vllm" / "bin" / "python")
-with_vllm = pytest.mark.skipif(not VLLM.exists(), reason=f"no vLLM at {VLLM}: set {PYTHON}")
+with_vllm = pytest.mark.usefixtures("vllm_python")
 LADDER = {"profile": {"noise": False}, "search": {"strategy": "ladder"}}
 PROMPTS = 50
 

@@ -1,4 +1,4 @@
-"""Real vLLM engines, in vLLM's own environment: that of SANDHI_VLLM_PYTHON, else .venv-vllm of the checkout."""
+"""Real vLLM engines, in vLLM's own environment: that of the fixture `vllm_python`."""
 
 import json
 import os
@@ -14,7 +14,6 @@ import pytest
 
 from tests.conftest import CHECKOUT
 
-PYTHON = Path(os.environ.get("SANDHI_VLLM_PYTHON", CHECKOUT / ".venv-vllm" / "bin" / "python"))
 FLAGS = {"quantization": "sandhi", "load_format": "sandhi"}
 _CACHE = CHECKOUT / ".sandhi-demo" / "vllm"  # what vLLM and torch's compiler keep from one run to the next
 _TIMEOUT = 500.0  # seconds an engine gets to start and to answer: some 15, but where every core is busy
@@ -23,13 +22,13 @@ _TIMEOUT = 500.0  # seconds an engine gets to start and to answer: some 15, but 
 class Engines:
     """Starts engines, each in a process of its own below one that has imported vLLM."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: Path) -> None:
         self._folder = folder
         self._log = folder / "log"
         self._count = 0
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [PYTHON, Path(__file__).with_name("engines.py")],
+                [python, Path(__file__).with_name("engines.py")],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -101,10 +100,8 @@ class Engines:
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    if not PYTHON.exists():
-        pytest.skip(f"no vLLM: {PYTHON} is missing; `make .venv-vllm/installed` installs it, or set SANDHI_VLLM_PYTHON")
-    started = Engines(tmp_path_factory.mktemp("engines"))
+def engines(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> Iterator[Engines]:
+    started = Engines(tmp_path_factory.mktemp("engines"), vllm_python)
     try:
         yield started
     finally:

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from sandhi_core.layout import read_manifest
 from sandhi_core.memory import mappings, weight_files
 from sandhi_core.serving.load import load
+from tests.conftest import VLLM
 from tests.models import edit_json, edit_tensors, tiny_qwen2
-from tests.serving.vllm_plugin.conftest import PYTHON, Engines
+from tests.serving.vllm_plugin.conftest import Engines
 from tests.serving.vllm_plugin.exports import exported, moved, widened
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -176,9 +177,9 @@ def test_shared_files_lie_in_memory_once(pair: Pair, trained_export: Path) -> No
 
 @pytest.mark.usefixtures("engines")
 def test_the_wheel_asks_for_nothing_that_the_engine_does_not_have() -> None:
-    done = subprocess.run([PYTHON, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([VLLM, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
     assert not [line for line in done.stdout.splitlines() if line.startswith("sandhi ")]
-    shown = subprocess.run([PYTHON, "-m", "pip", "show", "sandhi"], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run([VLLM, "-m", "pip", "show", "sandhi"], capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, "the plugin is not installed beside the engine"
 
 
