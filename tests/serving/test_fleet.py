@@ -1,5 +1,6 @@
 """`sandhi serve` as a command: started in order, watched, stopped, whatever goes wrong."""
 
+import atexit
 import json
 import os
 import shutil
@@ -51,9 +52,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.install(tmp_path_factory.mktemp("engine"))
 
 
-_kept: list[socket.socket] = []  # until the process ends
-
-
 def ports(count: int) -> int:
     """The first of so many free ports in a row, at most eight, which no other process that asks here is given."""
     for first in range(20000, 32000, 8):  # below those that the kernel gives to connections
@@ -66,7 +64,7 @@ def ports(count: int) -> int:
         except OSError:
             claim.close()
             continue
-        _kept.append(claim)
+        atexit.register(claim.close)  # it is kept until then
         return first
     raise AssertionError("no free ports")
 
