@@ -11,10 +11,10 @@ from pipelines.settings import Settings
 from sandhi_core.adapters import summary as stock_summary
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import PreflightError, Problem
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.holdout import deployed_holdouts
-from sandhi_core.layout import read_manifest
 from sandhi_core.pool import ModelEntry
 from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
 
@@ -76,6 +76,7 @@ def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path)
     """The deployed point of a built pool: every model's scores, the bytes, and where everything lies."""
     points = artifacts.load(OperatingPoints, "operating_points", name)
     proof = artifacts.load(SharingProof, "sharing_proof", name)
+    spec = artifacts.load(DeploymentSpec, "deployment", name)
     export = artifacts.root / artifacts.load(MergedWeights, "merged_weights", name).export
     entries = catalogue.pools[name].models
     walked = {e.name: artifacts.load(HoldoutScore, "holdout", f"{name}.{e.name}") for e in entries}
@@ -86,15 +87,28 @@ def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path)
         "bytes": {
             "checkpoints": proof.checkpoint_bytes,
             "duplicates": proof.duplicates,
+            "added": points.deployed.savings.overhead,
             "claimed": proof.claimed,
             "verified_disk": proof.verified_disk,
             "verified_memory": proof.verified_memory,
         },
-        "stock": stock_summary(read_manifest(export).stock) or None,
+        "rounding": list(spec.rounding),
+        "stock": _stock(spec),
         "export": str(export),
         "report": str(report),
         "deployment": str(export / "deployment.json"),
     }
+
+
+def _stock(spec: DeploymentSpec) -> dict[str, Any] | None:
+    """How far models are adapters, and the weights that engines hold then; None where the pool asks for none."""
+    if spec.stock_memory is None:
+        return None
+    held = {
+        "weights_bytes_before": spec.memory.weights_bytes_before,
+        "weights_bytes": spec.stock_memory.weights_bytes,
+    }
+    return stock_summary(spec.stock) | held
 
 
 def _model(entry: ModelEntry, holdout: HoldoutScore) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
+from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import Problem, StoreError, UsageError
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import read_manifest
@@ -68,6 +69,7 @@ def report_pool(file: Path, root: Path) -> Path:
         points=points,
         manifest=read_manifest(artifacts.root / weights.export) if weights else None,
         proof=_one(artifacts, SharingProof, "sharing_proof", pool.name),
+        deployment=_one(artifacts, DeploymentSpec, "deployment", pool.name),
     )
     if not any(getattr(data, part.name) for part in fields(data) if part.name != "pool"):
         raise StoreError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sandhi_core.assignment import Assignment, assignment_at
+from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
     CutoffSet,
@@ -39,6 +40,7 @@ class ReportData:
     points: OperatingPoints | None = None
     manifest: Manifest | None = None
     proof: SharingProof | None = None
+    deployment: DeploymentSpec | None = None
 
     @property
     def gate(self) -> float:
