@@ -35,8 +35,8 @@ STOCK = (
     "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with "
     "all of them. Its files are links to those of the models, so it takes no bytes. A model that is no adapter "
     "is exported like any other.",
-    "Scored were the models as Sandhi's loader runs them. An engine applies adapters by functions of its own: its answers "
-    "were not scored.",
+    "Scored were the models as Sandhi's loader runs them. An engine applies adapters by functions of its own: its "
+    "answers were not scored.",
 )
 
 
