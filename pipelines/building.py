@@ -22,24 +22,25 @@ from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, Sh
 def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     """Run what is stale of a pool and report it.
 
-    Raises PreflightError with all problems before anything is scored, BuildError where a stage failed.
+    Raises StoreError at once where another build uses the root, PreflightError with all problems before anything is
+    scored, BuildError where a stage failed.
     """
     catalogue = load_catalogue([file])
     settings = Settings(file, root)
     artifacts = settings.artifacts()
     problems: list[Problem] = []
-    expected = 0
-    if regroup or Planner(catalogue, artifacts).schedule().frontier:
-        from pipelines.checking import check  # loads lm-eval, which a build with nothing to do need not wait for
+    expected: dict[Node, int] = {}
+    with artifacts.lock():  # before anything that takes long
+        if regroup or Planner(catalogue, artifacts).schedule().frontier:
+            from pipelines.checking import examine  # loads lm-eval, which a build with nothing to do need not wait for
 
-        findings = check(file, root, regroup=regroup)
-        problems = [Problem.model_validate(p) for p in findings["problems"]]
-        if not findings["ok"]:
-            raise PreflightError(problems)
-        for warning in problems:
-            print(warning.line(), file=sys.stderr)
-        expected = findings["plan"]["evaluations"]
-    built = build(catalogue, settings, Progress(expected), regroup=regroup)
+            findings, expected = examine(file, root, regroup=regroup)
+            problems = [Problem.model_validate(p) for p in findings["problems"]]
+            if not findings["ok"]:
+                raise PreflightError(problems)
+            for warning in problems:
+                print(warning.line(), file=sys.stderr)
+        built = build(catalogue, settings, Progress(expected), regroup=regroup)
     (name,) = catalogue.pools
     report = report_pool(file, root)
     return {

@@ -202,7 +202,9 @@ def test_build_tells_how_far_the_plan_of_adapters_is_complete(capsys: pytest.Cap
     assert "Stock adapters: 2 of 4 models are adapters of one base.\n  base.0123: [red]a, b\n" in out
     assert "  c is none: it holds other tensors than a, first model.norm.weight (3 in all, 1.00 MiB)\n" in out
     assert "  d is none: it is alone\n" in out
-    assert "Claimed are 500 B. Engines with adapters hold 1.00 MiB of weights in place of 3.00 MiB, 2.00 MiB less" in out
+    assert (
+        "Claimed are 500 B. Engines with adapters hold 1.00 MiB of weights in place of 3.00 MiB, 2.00 MiB less" in out
+    )
     assert "its answers were not scored.\n" in out
 
 
