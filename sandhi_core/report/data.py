@@ -8,6 +8,7 @@ from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
+    Adjustment,
     CutoffSet,
     Fingerprint,
     Groups,
@@ -65,14 +66,18 @@ never proposed."""
 
 @dataclass(frozen=True)
 class SlotState:
-    """One projection of one model at an operating point. `holders` are all models with this very tensor; `added`:
-    whether this one adds a residual, or vectors of the rows, to it."""
+    """One projection of one model at an operating point. `holders` are all models with this very tensor;
+    `adjustment`: the residual, or vectors of the rows, that this one adds to it."""
 
     slot: Slot
     state: State
     digest: str
     holders: tuple[str, ...]
-    added: bool = False
+    adjustment: Adjustment | None = None
+
+    @property
+    def added(self) -> bool:
+        return self.adjustment is not None
 
 
 def slot_states(
@@ -95,7 +100,7 @@ def slot_states(
             state = "alone"
         else:
             state = "kept" if slot.tensor in planned else "excluded"
-        return SlotState(slot, state, digest, holding.models, slot.tensor in own.adjustments)
+        return SlotState(slot, state, digest, holding.models, own.adjustments.get(slot.tensor))
 
     return {
         name: tuple(state_of(s, assigned.get(name, Assignment()), _planned(plans.get(name))) for s in fingerprint.slots)

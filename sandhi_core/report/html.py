@@ -15,8 +15,9 @@ from pydantic import BaseModel
 
 from sandhi_core.files import write_atomic
 from sandhi_core.records import OperatingPoints, Savings, SharingProof, digest_of
-from sandhi_core.report import figures, outcome, page, style, tables
+from sandhi_core.report import figures, notes, outcome, page, style, tables
 from sandhi_core.report.data import ReportData, SlotState, slot_states
+from sandhi_core.report.ranks import ranks_tables
 from sandhi_core.report.words import count, percent, size
 
 PAGE = "report.html"
@@ -184,6 +185,8 @@ def _render(
         points=page.points_table(data),
         steps=page.trajectories_table(data),
         shared=page.shared_table(states),
+        ranks=ranks_tables(states),
+        ranks_note=notes.RANKS,
         excluded=page.excluded_table(data),
         stock=page.stock_table(data),
         problems=() if data.proof is None else data.proof.problems,

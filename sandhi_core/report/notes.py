@@ -31,6 +31,11 @@ TRAJECTORIES = (
     "ladder's is an assignment of the whole model, each bolder than the one before.",
 )
 
+RANKS = (
+    "Numbers are the ranks of what a model adds to a shared matrix; 0: it holds it as it is; s: it also scales and "
+    "shifts its rows; =: identical in other models from the start; -: shared with none."
+)
+
 STOCK = (
     "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with "
     "all of them. Its files are links to those of the models, so it takes no bytes. A model that is no adapter "
