@@ -6,6 +6,7 @@ from typing import Literal
 
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.deploy.spec import DeploymentSpec
+from sandhi_core.graph import Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
     Adjustment,
@@ -28,7 +29,8 @@ from sandhi_core.savings import holdings
 @dataclass(frozen=True)
 class ReportData:
     """A pool's records: `groups` by group key, all other mappings by model name. What is missing is reported
-    as not measured, so a pool can be looked at while it is being built."""
+    as not measured, so a pool can be looked at while it is being built. `never`, `stale` and `waiting` (for these) are
+    the nodes whose records are not what a build would leave."""
 
     pool: Pool
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
@@ -42,6 +44,9 @@ class ReportData:
     manifest: Manifest | None = None
     proof: SharingProof | None = None
     deployment: DeploymentSpec | None = None
+    never: tuple[Node, ...] = ()
+    stale: tuple[Node, ...] = ()
+    waiting: tuple[Node, ...] = ()
 
     @property
     def gate(self) -> float:

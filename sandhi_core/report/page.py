@@ -166,7 +166,7 @@ def models_table(data: ReportData) -> Table:
     for model in data.pool.models:
         holdout = data.holdouts.get(model.name)
         for entry in model.tasks:
-            if holdout is None:
+            if holdout is None or entry.task not in holdout.tasks:
                 gaps = [Cell(NOT_MEASURED, "open"), *(Cell("-") for _ in range(3))]
                 rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-", "-"))
                 continue
