@@ -12,6 +12,7 @@ from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import costs, forecast
 from sandhi_core.graph import Catalogue, Node
+from sandhi_core.neighbours import disturbed
 from sandhi_core.pool import Pool
 from sandhi_core.pool_file import Document, read_document
 from sandhi_core.pool_problems import Loc, shown_path
@@ -60,6 +61,7 @@ def examine(file: Path, root: Path, *, regroup: bool = False) -> Findings:
     base_problems, bases = _bases(pool, settings.artifacts().directory("scans"))
     problems += base_problems
     problems += check_pool(pool, fingerprints, questions, root, bases)
+    problems += disturbed(pool, settings.artifacts())
     problems = [_placed(problem, file, document, pool) for problem in problems]
     problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
     schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
