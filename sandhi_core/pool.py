@@ -18,8 +18,8 @@ from pydantic import (
 )
 
 from sandhi_core.pool_file import read_document
-from sandhi_core.pool_mistakes import faults
-from sandhi_core.pool_problems import FieldError, Mistake, pool_error, shown
+from sandhi_core.pool_mistakes import faults, unsure
+from sandhi_core.pool_problems import Fault, FieldError, Loc, Mistake, pool_error, shown
 from sandhi_core.pool_rules import broken_rules
 from sandhi_core.records import Method
 
@@ -326,12 +326,12 @@ def load_pool(path: Path) -> Pool:
     such file.
     """
     document = read_document(path)
-    found = list(broken_rules(document.data, document.line))
-    pool = None
+    pool, invalid, unclear = None, list[Fault](), set[Loc]()
     try:
         pool = Pool.model_validate(document.data, context={"folder": path.absolute().parent})
     except ValidationError as error:
-        found += faults(error, Pool)
+        invalid, unclear = list(faults(error, Pool)), unsure(error, Pool)
+    found = [*broken_rules(document.data, document.line, unclear), *invalid]
     mistakes = [*document.repeated, *(Mistake(document.line(f.loc), f.message, f.remedy) for f in found)]
     if pool is None or mistakes:
         raise pool_error(path, mistakes)
