@@ -211,8 +211,9 @@ class MergingSettings(Section):
     nearest to theirs on their own prompts; a `member`'s own matrix; that of a `base` named below. Of several, each
     group takes the one that costs its members least, of equals the first."""
     bases: Annotated[tuple[ModelPath, ...], Field(strict=False)] = ()
-    """Checkpoints that models were trained from, themselves in no pool: directories (relative to the pool file) or hub
-    ids. Each group is offered the nearest that fits it."""
+    """Checkpoints that models were trained from: directories (relative to the pool file) or hub ids. Each group is
+    offered the nearest that fits it. They are served only where they are models of the pool too: such a model holds
+    what is taken from it as its own."""
     reform: bool = False
     """Leave models out of an average that is better without them; they may still hold it. Needs `search: strategy:
     ladder`."""
