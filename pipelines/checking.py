@@ -66,13 +66,13 @@ def examine(file: Path, root: Path, *, regroup: bool = False) -> Findings:
     problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
     schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
     stale = [*schedule.frontier, *schedule.waiting]  # what waits for something stale is counted as stale
-    document = {
+    answer = {
         "ok": all(p.severity != "error" for p in problems),
         "problems": [p.model_dump(mode="json") for p in problems],
         "plan": _cost(catalogue, pool, fingerprints, stale),
     }
     each = costs(catalogue, pool, fingerprints, stale)
-    return Findings(document, {node: cost.evaluations for node, cost in each.items()})
+    return Findings(answer, {node: cost.evaluations for node, cost in each.items()})
 
 
 def _placed(problem: Problem, file: Path, document: Document, pool: Pool) -> Problem:
