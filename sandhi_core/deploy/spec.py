@@ -92,6 +92,13 @@ class DeploymentSpec(Record):
     bases: tuple[BaseServer, ...] = ()
     notes: tuple[str, ...]
 
+    @property
+    def rounding(self) -> tuple[str, ...]:
+        """How models are scored in another dtype than they are served in, each sentence once; empty where in none."""
+        dtypes = [(server.scored_dtype, server.dtype) for server in self.servers]
+        dtypes += [(model.scored_dtype, base.dtype) for base in self.bases for model in base.models]
+        return tuple(dict.fromkeys(note for scored, served in dtypes for note in rounding(scored, served)))
+
 
 class Served(NamedTuple):
     """The sizes of a pool on its device, and its servers in starting order."""

@@ -191,6 +191,9 @@ def test_windows_and_rounding_are_said() -> None:
     assert "scored in float32 on a CPU" in notes
     evaluation = pools.pool().evaluation.model_copy(update={"dtype": "bfloat16"})
     assert spec(pool=pools.pool().model_copy(update={"evaluation": evaluation})).servers[0].notes == ()
+    assert spec(pool=pools.pool().model_copy(update={"evaluation": evaluation})).rounding == ()
+    (once,) = spec().rounding
+    assert once in spec().servers[0].notes
 
 
 def test_the_file_reads_back_and_is_the_same_twice(tmp_path: Path) -> None:
