@@ -126,7 +126,7 @@ def test_a_rank_has_its_slices(root: Path, tmp_path: Path, rank: int) -> None:
         assert owner.ready["rank"] == rank
         for model in MODELS:
             mapped = MappedModel.open(root / model)
-            slices = Slices(model, holding._config(mapped), 2, rank)
+            slices = Slices(model, mapped.config(), 2, rank)
             held = attached(root, owner.socket, model, size=2, rank=rank, check="full")
             for name in mapped.shared():
                 assert torch.equal(held.tensor(name), slices.of(name).of(mapped.tensor(name)))
