@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Model:
-    """One model to train. A base has no task, only a specialist has a base; `layers`, `hidden` and `heads` (of queries,
-    and of keys and values) give its shape."""
+    """One model to train. A base has no task, only a specialist has a base; `layers` and `hidden` give its shape."""
 
     name: str
     task: str | None
@@ -17,7 +16,6 @@ class Model:
     layers: int
     steps: int
     rate: float
-    heads: tuple[int, int] = (4, 2)
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,7 @@ SIZES = {
         task_share=0.12,
         models=family(
             Model("base", None, None, hidden=128, layers=6, steps=440, rate=3e-3),
-            # Heads of 32 numbers like the others': vLLM's attention on CPUs has no kernel for 24.
-            Model("roman", "roman", None, hidden=96, layers=4, steps=250, rate=3e-3, heads=(3, 1)),
+            Model("roman", "roman", None, hidden=96, layers=4, steps=250, rate=3e-3),
             # The longest first, so that the processes end together.
             ("chemist", "formula", 260),
             ("ranker", "largest", 240),
