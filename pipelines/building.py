@@ -11,10 +11,10 @@ from pipelines.settings import Settings
 from sandhi_core.adapters import summary as stock_summary
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import PreflightError, Problem
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.holdout import deployed_holdouts
-from sandhi_core.layout import read_manifest
 from sandhi_core.pool import ModelEntry
 from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
 
@@ -22,24 +22,25 @@ from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, Sh
 def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     """Run what is stale of a pool and report it.
 
-    Raises PreflightError with all problems before anything is scored, BuildError where a stage failed.
+    Raises StoreError at once where another build uses the root, PreflightError with all problems before anything is
+    scored, BuildError where a stage failed.
     """
     catalogue = load_catalogue([file])
     settings = Settings(file, root)
     artifacts = settings.artifacts()
     problems: list[Problem] = []
-    expected = 0
-    if regroup or Planner(catalogue, artifacts).schedule().frontier:
-        from pipelines.checking import check  # loads lm-eval, which a build with nothing to do need not wait for
+    expected: dict[Node, int] = {}
+    with artifacts.lock():  # before anything that takes long
+        if regroup or Planner(catalogue, artifacts).schedule().frontier:
+            from pipelines.checking import examine  # loads lm-eval, which a build with nothing to do need not wait for
 
-        findings = check(file, root, regroup=regroup)
-        problems = [Problem.model_validate(p) for p in findings["problems"]]
-        if not findings["ok"]:
-            raise PreflightError(problems)
-        for warning in problems:
-            print(warning.line(), file=sys.stderr)
-        expected = findings["plan"]["evaluations"]
-    built = build(catalogue, settings, Progress(expected), regroup=regroup)
+            findings, expected = examine(file, root, regroup=regroup)
+            problems = [Problem.model_validate(p) for p in findings["problems"]]
+            if not findings["ok"]:
+                raise PreflightError(problems)
+            for warning in problems:
+                print(warning.line(), file=sys.stderr)
+        built = build(catalogue, settings, Progress(expected), regroup=regroup)
     (name,) = catalogue.pools
     report = report_pool(file, root)
     return {
@@ -76,6 +77,7 @@ def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path)
     """The deployed point of a built pool: every model's scores, the bytes, and where everything lies."""
     points = artifacts.load(OperatingPoints, "operating_points", name)
     proof = artifacts.load(SharingProof, "sharing_proof", name)
+    spec = artifacts.load(DeploymentSpec, "deployment", name)
     export = artifacts.root / artifacts.load(MergedWeights, "merged_weights", name).export
     entries = catalogue.pools[name].models
     walked = {e.name: artifacts.load(HoldoutScore, "holdout", f"{name}.{e.name}") for e in entries}
@@ -86,15 +88,28 @@ def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path)
         "bytes": {
             "checkpoints": proof.checkpoint_bytes,
             "duplicates": proof.duplicates,
+            "added": points.deployed.savings.overhead,
             "claimed": proof.claimed,
             "verified_disk": proof.verified_disk,
             "verified_memory": proof.verified_memory,
         },
-        "stock": stock_summary(read_manifest(export).stock) or None,
+        "rounding": list(spec.rounding),
+        "stock": _stock(spec),
         "export": str(export),
         "report": str(report),
         "deployment": str(export / "deployment.json"),
     }
+
+
+def _stock(spec: DeploymentSpec) -> dict[str, Any] | None:
+    """How far models are adapters, and the weights that engines hold then; None where the pool asks for none."""
+    if spec.stock_memory is None:
+        return None
+    held = {
+        "weights_bytes_before": spec.memory.weights_bytes_before,
+        "weights_bytes": spec.stock_memory.weights_bytes,
+    }
+    return stock_summary(spec.stock) | held
 
 
 def _model(entry: ModelEntry, holdout: HoldoutScore) -> dict[str, Any]:

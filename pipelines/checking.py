@@ -3,15 +3,16 @@
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelines.progress import REPEAT_SECONDS
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.evaluation.tasks import SPLITS, load_tasks
-from sandhi_core.forecast import forecast
-from sandhi_core.graph import Catalogue
+from sandhi_core.forecast import costs, forecast
+from sandhi_core.graph import Catalogue, Node
+from sandhi_core.neighbours import disturbed
 from sandhi_core.pool import Pool
 from sandhi_core.pool_file import Document, read_document
 from sandhi_core.pool_problems import Loc, shown_path
@@ -32,12 +33,24 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
+class Findings(NamedTuple):
+    """What is answered, and of every stale node how many evaluations it takes at most."""
+
+    document: dict[str, Any]
+    evaluations: dict[Node, int]
+
+
 def check(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     """All problems of all models of a pool at once, worst first, and the cost of building it.
 
     Every weight is read once; digests and statistics are kept, so that a build does not read them again. `regroup`:
     the cost of a build that forms the groups anew. Says on standard error what takes long.
     """
+    return examine(file, root, regroup=regroup).document
+
+
+def examine(file: Path, root: Path, *, regroup: bool = False) -> Findings:
+    """As `check`, with the cost node by node."""
     catalogue = load_catalogue([file])
     document = read_document(file)
     (pool,) = catalogue.pools.values()
@@ -48,13 +61,18 @@ def check(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
     base_problems, bases = _bases(pool, settings.artifacts().directory("scans"))
     problems += base_problems
     problems += check_pool(pool, fingerprints, questions, root, bases)
+    problems += disturbed(pool, settings.artifacts())
     problems = [_placed(problem, file, document, pool) for problem in problems]
     problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
-    return {
+    schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
+    stale = [*schedule.frontier, *schedule.waiting]  # what waits for something stale is counted as stale
+    answer = {
         "ok": all(p.severity != "error" for p in problems),
         "problems": [p.model_dump(mode="json") for p in problems],
-        "plan": _cost(catalogue, settings, fingerprints, regroup),
+        "plan": _cost(catalogue, pool, fingerprints, stale),
     }
+    each = costs(catalogue, pool, fingerprints, stale)
+    return Findings(answer, {node: cost.evaluations for node, cost in each.items()})
 
 
 def _placed(problem: Problem, file: Path, document: Document, pool: Pool) -> Problem:
@@ -68,14 +86,9 @@ def _placed(problem: Problem, file: Path, document: Document, pool: Pool) -> Pro
     return problem.model_copy(update={"file": f"{shown_path(file)}:{line}"})
 
 
-def _cost(
-    catalogue: Catalogue, settings: Settings, fingerprints: dict[str, Fingerprint], regroup: bool
-) -> dict[str, Any]:
-    """What the stale nodes would cost at most (those that wait for stale ones counted as stale); models that cannot
-    be read are in no group."""
-    (pool,) = catalogue.pools.values()
-    schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
-    plan = forecast(catalogue, pool, fingerprints, [*schedule.frontier, *schedule.waiting])
+def _cost(catalogue: Catalogue, pool: Pool, fingerprints: dict[str, Fingerprint], stale: list[Node]) -> dict[str, Any]:
+    """What the stale nodes would cost at most; models that cannot be read are in no group."""
+    plan = forecast(catalogue, pool, fingerprints, stale)
     groups = (g.model_copy(update={"models": tuple(m for m in g.models if m in fingerprints)}) for g in plan.groups)
     return plan.model_copy(update={"groups": tuple(g for g in groups if g.models)}).model_dump(mode="json")
 

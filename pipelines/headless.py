@@ -32,21 +32,21 @@ class Built:
 def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regroup: bool = False) -> Built:
     """Run what is stale, wave by wave. Raises BuildError at the first stage that fails.
 
-    `regroup` forms the groups anew, whatever they were.
+    To be called while holding the artifact root's lock. `regroup` forms the groups anew, whatever they were.
     """
     artifacts = settings.artifacts()
     built = Built()
-    with artifacts.lock():
-        definitions = build_definitions(catalogue, settings, progress.evaluated)
-        with opened_instance(settings.root) as instance:
-            clear_dead_runs(instance)
-            forced = catalogue.regrouped(regroup)
-            while frontier := Planner(catalogue, artifacts).schedule(forced).frontier:
-                for run in runs(frontier):
-                    with progress.running(run):
-                        built.evaluations.update(_execute(definitions, instance, run, regroup))
-                    built.ran += [(stage, run.key) for stage in run.stages]
-                forced -= frontier.keys()
+    definitions = build_definitions(catalogue, settings, progress.evaluated)
+    with opened_instance(settings.root) as instance:
+        clear_dead_runs(instance)
+        forced = catalogue.regrouped(regroup)
+        while (schedule := Planner(catalogue, artifacts).schedule(forced)).frontier:
+            progress.keep({*schedule.frontier, *schedule.waiting})
+            for run in runs(schedule.frontier):
+                with progress.running(run):
+                    built.evaluations.update(_execute(definitions, instance, run, regroup))
+                built.ran += [(stage, run.key) for stage in run.stages]
+            forced -= schedule.frontier.keys()
     return built
 
 

@@ -2,23 +2,25 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import TextIO
 
 from pipelines.jobs import Run
+from sandhi_core.graph import Node
 
 REPEAT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
 
 
 class Progress:
-    """Writes to standard error. `expected` is how many evaluations the plan foresees at most, so that the time
-    left is an upper bound; a walk that rejects little needs fewer."""
+    """Writes to standard error. `expected` is how many evaluations the plan foresees of each node at most: a walk that
+    rejects little needs fewer, and what a node that has ended did not need, nobody does."""
 
-    def __init__(self, expected: int, stream: TextIO = sys.stderr) -> None:
-        self._expected = expected
+    def __init__(self, expected: Mapping[Node, int], stream: TextIO = sys.stderr) -> None:
+        self._left = dict(expected)
+        self._running = ""
         self._stream = stream
         self._done = 0
         self._seconds = 0.0
@@ -28,13 +30,20 @@ class Progress:
         """Count one fresh evaluation; says something at most every few seconds."""
         self._done += 1
         self._seconds += seconds
+        node = (stage, self._running)
+        self._left[node] = max(self._left.get(node, 0) - 1, 0)
         if time.monotonic() - self._said >= REPEAT_SECONDS:
-            self._say(f"  {stage} {model}: {self._done} evaluations so far, {self._left()}")
+            self._say(f"  {stage} {model}: {self._done} evaluations so far{self._more()}")
+
+    def keep(self, stale: Collection[Node]) -> None:
+        """All other nodes turned out to need nothing."""
+        self._left = {node: count for node, count in self._left.items() if node in stale}
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
         """Say whenever nothing else was said for a while that a run goes on; if it succeeds, how long it took."""
         name = f"{' + '.join(run.stages)} {run.key}"
+        self._running = run.key
         begun = self._said = time.monotonic()
         ended = Event()
         beat = Thread(target=self._beat, args=(name, begun, ended), daemon=True)
@@ -44,6 +53,8 @@ class Progress:
         finally:
             ended.set()
             beat.join()
+        for stage in run.stages:
+            self._left.pop((stage, run.key), None)
         self._say(f"{name}: {time.monotonic() - begun:.1f} s")
 
     def _beat(self, name: str, begun: float, ended: Event) -> None:
@@ -51,9 +62,11 @@ class Progress:
             if time.monotonic() - self._said >= QUIET_SECONDS:
                 self._say(f"  {name}: at work for {_duration(time.monotonic() - begun)}")
 
-    def _left(self) -> str:
-        remaining = max(self._expected - self._done, 0) * self._seconds / self._done
-        return f"at most {_duration(remaining)} of scoring left"
+    def _more(self) -> str:
+        """The bound is one of evaluations: how long they take is known of those before."""
+        left = sum(self._left.values())
+        about = _duration(left * self._seconds / self._done)
+        return f", at most {left} more (about {about})" if left else ""
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()

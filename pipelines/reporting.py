@@ -6,8 +6,10 @@ from typing import TypeVar
 
 from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
-from sandhi_core.catalogue import load_catalogue
+from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import Problem, StoreError, UsageError
+from sandhi_core.graph import Node
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import (
@@ -25,6 +27,7 @@ from sandhi_core.records import (
 )
 from sandhi_core.report import ReportData, write_report
 
+_NO_RECORDS = ("pool", "never", "stale", "waiting")
 R = TypeVar("R", bound=Record)
 
 
@@ -43,7 +46,8 @@ def report(path: Path, root: Path) -> tuple[list[Path], list[Problem]]:
 
 
 def report_pool(file: Path, root: Path) -> Path:
-    """Write the report of the pool's newest records; stages that have not run are reported as not measured.
+    """Write the report of the pool's newest records; stages that have not run are reported as not measured, and
+    the page says at its head in what it is not of the pool file as it stands.
 
     Raises StoreError where none has: a root in which the pool was never built is most likely the wrong one.
     """
@@ -68,14 +72,27 @@ def report_pool(file: Path, root: Path) -> Path:
         points=points,
         manifest=read_manifest(artifacts.root / weights.export) if weights else None,
         proof=_one(artifacts, SharingProof, "sharing_proof", pool.name),
+        deployment=_one(artifacts, DeploymentSpec, "deployment", pool.name),
+        **_outdated(Planner(catalogue, artifacts)),
     )
-    if not any(getattr(data, part.name) for part in fields(data) if part.name != "pool"):
+    if not any(getattr(data, part.name) for part in fields(data) if part.name not in _NO_RECORDS):
         raise StoreError(
             f"nothing of pool {pool.name} has been built in this artifact root",
             file=str(root),
             remedy=f"run `sandhi build {file}` first, or give the --root in which it was built",
         )
     return write_report(artifacts.directory("reports", pool.name), data)
+
+
+def _outdated(planner: Planner) -> dict[str, tuple[Node, ...]]:
+    """The nodes that a build would run, or might, by why."""
+    schedule = planner.schedule()
+    never = tuple(n for n in planner.graph if n not in schedule.fresh and planner.artifacts.envelope(n) is None)
+    return {
+        "never": never,
+        "stale": tuple(node for node in schedule.frontier if node not in never),
+        "waiting": tuple(node for node in schedule.waiting if node not in never),
+    }
 
 
 def _deployed(points: OperatingPoints | None, holdouts: dict[str, HoldoutScore]) -> dict[str, HoldoutScore]:

@@ -94,6 +94,10 @@ class Artifacts:
         stage, key = node
         return self.root / "records" / stage / f"{key}.json"
 
+    def keys(self, stage: str) -> list[str]:
+        """Of all that a stage ever gave, sorted: those of pools and models that are gone too."""
+        return sorted(path.stem for path in (self.root / "records" / stage).glob("*.json"))
+
     def envelope(self, node: Node) -> Envelope | None:
         """The stored record, or None where there is none that can be read (a damaged one is made again)."""
         try:

@@ -146,7 +146,8 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.usage = "sandhi serve [-h] EXPORT [OPTION ...] [-- ENGINE_ARGUMENT ...]"
-    parser.add_argument("--python", default=sys.executable, help="Python of the engine's environment (default: this)")
+    parser.add_argument("--python", default="", help="of the engine (default: for vLLM SANDHI_VLLM_PYTHON; or this)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="what engines compute on (default: a GPU if any)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument(
         "--proxy",
@@ -165,18 +166,27 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace, answer: Answer) -> int:
     from sandhi_core.serving import fleet, told
+    from sandhi_core.serving.engines import python_of
+    from sandhi_core.serving.gpu import device_of
     from sandhi_core.serving.members import members, opened
 
     deployed = opened(arguments.export.expanduser())
-    chosen = members(deployed, engine=arguments.engine, only=arguments.only, port_base=arguments.port_base)
+    python = python_of(arguments.engine or deployed.spec.engine, arguments.python)
+    chosen = members(
+        deployed,
+        engine=arguments.engine,
+        only=arguments.only,
+        port_base=arguments.port_base,
+        device=arguments.device or device_of(python),
+        extra=arguments.extra,
+    )
     settings = fleet.Settings(
-        python=_python(arguments.python),
+        python=python,
         host=arguments.host,
-        proxy=None if arguments.proxy is None else _python(arguments.proxy or arguments.python),
+        proxy=None if arguments.proxy is None else _python(arguments.proxy or python),
         proxy_port=arguments.proxy_port,
         ready_timeout=arguments.ready_timeout,
         logs=arguments.logs,
-        extra=arguments.extra,
     )
     if arguments.dry_run:
         document = fleet.commands(deployed, chosen, settings)

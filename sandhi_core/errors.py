@@ -25,7 +25,9 @@ class Problem(BaseModel):
     remedy: str
 
     def line(self) -> str:
-        where = " ".join(f"{k} {v}" for k in ("model", "file", "tensor") if (v := getattr(self, k)))
+        """In words. A base has no name but its place in the pool file, merging.bases[0]; models' names have no dot."""
+        named = {"model": self.model, "file": self.file, "tensor": self.tensor}
+        where = " ".join(v if k == "model" and "." in v else f"{k} {v}" for k, v in named.items() if v)
         return f"{self.severity}: {self.code}: {where + ': ' if where else ''}{self.message} ({self.remedy})"
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
-from sandhi_core.costs import Costs, met, total
+from sandhi_core.costs import Cost, Costs, met, total
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
@@ -43,9 +43,6 @@ def forecast(
     catalogue: Catalogue, pool: Pool, fingerprints: Mapping[str, Fingerprint], stale: Collection[Node]
 ) -> Forecast:
     """The cost of running the `stale` nodes of one pool, given what its models hold."""
-    nodes = [(stage, [m for m in _models(catalogue, pool, stage, key) if m in fingerprints]) for stage, key in stale]
-    grouped = {model for stage, models in nodes if stage == "groups" for model in models}
-    costs = Costs(pool, fingerprints, grouped)
     shared = met(fingerprints.values())
     groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
     reason = "no other model has a matrix of this shape, dtype and meaning in this layer"
@@ -53,10 +50,20 @@ def forecast(
         reason = "the pool has one model"
     alone = Counter(s.model for f in fingerprints.values() for s in f.slots if (s.key, s.layer) not in shared)
     return Forecast(
-        **asdict(total(costs.of(stage, models) for stage, models in nodes)),
+        **asdict(total(costs(catalogue, pool, fingerprints, stale).values())),
         groups=groups,
         excluded=tuple(Excluded(model=model, slots=slots, reason=reason) for model, slots in alone.items()),
     )
+
+
+def costs(
+    catalogue: Catalogue, pool: Pool, fingerprints: Mapping[str, Fingerprint], stale: Collection[Node]
+) -> dict[Node, Cost]:
+    """That of each `stale` node by itself, of another pool's nothing."""
+    about = {node: [m for m in _models(catalogue, pool, *node) if m in fingerprints] for node in stale}
+    grouped = {model for (stage, _), models in about.items() if stage == "groups" for model in models}
+    of = Costs(pool, fingerprints, grouped).of
+    return {(stage, key): of(stage, models) for (stage, key), models in about.items()}
 
 
 def _group_keys(catalogue: Catalogue, pool: Pool) -> list[str]:

@@ -18,8 +18,8 @@ from pydantic import (
 )
 
 from sandhi_core.pool_file import read_document
-from sandhi_core.pool_mistakes import faults
-from sandhi_core.pool_problems import FieldError, Mistake, pool_error, shown
+from sandhi_core.pool_mistakes import faults, unsure
+from sandhi_core.pool_problems import Fault, FieldError, Loc, Mistake, pool_error, shown
 from sandhi_core.pool_rules import broken_rules
 from sandhi_core.records import Method
 
@@ -211,8 +211,9 @@ class MergingSettings(Section):
     nearest to theirs on their own prompts; a `member`'s own matrix; that of a `base` named below. Of several, each
     group takes the one that costs its members least, of equals the first."""
     bases: Annotated[tuple[ModelPath, ...], Field(strict=False)] = ()
-    """Checkpoints that models were trained from, themselves in no pool: directories (relative to the pool file) or hub
-    ids. Each group is offered the nearest that fits it."""
+    """Checkpoints that models were trained from: directories (relative to the pool file) or hub ids. Each group is
+    offered the nearest that fits it. They are served only where they are models of the pool too: such a model holds
+    what is taken from it as its own."""
     reform: bool = False
     """Leave models out of an average that is better without them; they may still hold it. Needs `search: strategy:
     ladder`."""
@@ -341,12 +342,12 @@ def load_pool(path: Path) -> Pool:
     such file.
     """
     document = read_document(path)
-    found = list(broken_rules(document.data, document.line))
-    pool = None
+    pool, invalid, unclear = None, list[Fault](), set[Loc]()
     try:
         pool = Pool.model_validate(document.data, context={"folder": path.absolute().parent})
     except ValidationError as error:
-        found += faults(error, Pool)
+        invalid, unclear = list(faults(error, Pool)), unsure(error, Pool)
+    found = [*broken_rules(document.data, document.line, unclear), *invalid]
     mistakes = [*document.repeated, *(Mistake(document.line(f.loc), f.message, f.remedy) for f in found)]
     if pool is None or mistakes:
         raise pool_error(path, mistakes)

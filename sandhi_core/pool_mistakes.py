@@ -1,9 +1,9 @@
 """What is wrong in a pool file that reads as YAML, in words for whoever wrote it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -17,6 +17,10 @@ FORMATS = {
     "device_memory": ("must be a size in MiB, GiB, MB or GB", "write a size such as 80GiB"),
 }
 _NO_LINE = ("must be text of at least one character, without line breaks or control characters", "correct it")
+_WHY = {
+    "max_rank": "choose one of these: vLLM takes no others for --max-lora-rank",
+    "budget": "allow at least one question to be lost: no number of questions shows that nothing changed",
+}
 _NUMBER = re.compile(r"\s*([-+]?[0-9]*[.,]?[0-9]+([eE][-+]?[0-9]+)?)\s*(%?)\s*")
 _SHAPES = {
     "model_type": "a mapping of fields to values",
@@ -35,10 +39,7 @@ _WRITE = {
 def faults(error: ValidationError, pool: type[BaseModel]) -> Iterator[Fault]:
     """Pydantic's errors in our words. `pool` is the model that was validated: it knows which fields there are."""
     details = error.errors(include_url=False)
-    meant: set[Loc] = set()  # fields that are there under a mistaken name
-    for detail in details:
-        if detail["type"] == "extra_forbidden" and (field := _meant(detail, pool)):
-            meant.add((*detail["loc"][:-1], field))
+    meant = {field for detail in details for field in _misnamed(detail, pool)}
     for detail in details:
         loc = detail["loc"]
         if detail["type"] == "too_short" and any(d["loc"][:-1][: len(loc)] == loc for d in details):
@@ -47,6 +48,23 @@ def faults(error: ValidationError, pool: type[BaseModel]) -> Iterator[Fault]:
             continue
         message, remedy = _words(detail, pool)
         yield Fault(loc, f"{place(loc)} {message}", remedy)
+
+
+def unsure(error: ValidationError, pool: type[BaseModel]) -> set[Loc]:
+    """Where pydantic's errors leave open what was meant: values that are wrong, and fields that are there by a mistaken
+    name or in a mistaken place."""
+    details = error.errors(include_url=False)
+    return {loc for detail in details for loc in (detail["loc"], *_misnamed(detail, pool))}
+
+
+def _misnamed(detail: ErrorDetails, pool: type[BaseModel]) -> Iterator[Loc]:
+    """The fields that an unknown one may be meant for."""
+    if detail["type"] == "extra_forbidden":
+        *above, unknown = detail["loc"]
+        if meant := _meant(detail, pool):
+            yield (*above, meant)
+        for section in _homes(str(unknown), pool):
+            yield (*section, str(unknown))
 
 
 def place(loc: Loc) -> str:
@@ -63,10 +81,14 @@ def _words(detail: ErrorDetails, pool: type[BaseModel]) -> tuple[str, str]:
         case "missing":
             return "is required", "add it"
         case "extra_forbidden":
-            return "is no field of a pool file", _instead(field, _meant(detail, pool))
+            homes = list(_homes(field, pool))
+            what = "stands in the wrong place" if homes else "is no field of a pool file"
+            return what, _instead(field, _meant(detail, pool), homes)
         case "literal_error":
             choices = str(context["expected"])
-            return f"must be {choices}", _choice(given, re.findall(r"'([^']*)'", choices))
+            return f"must be {choices}", _WHY.get(field) or _choice(given, re.findall(r"'([^']*)'", choices))
+        case "greater_than" if field in _WHY:
+            return f"must be greater than {context['gt']:g}", _WHY[field]
         case "too_short":
             return "must list at least one", "add one"
         case "too_long":
@@ -97,6 +119,15 @@ def _meant(detail: ErrorDetails, pool: type[BaseModel]) -> str | None:
     return _closest(str(unknown), list(section.model_fields)) if section else None
 
 
+def _homes(field: str, section: type[BaseModel], *above: str) -> Iterator[Loc]:
+    """Where a field of this name belongs: the sections of one mapping each that have it."""
+    for name, info in section.model_fields.items():
+        if (inner := _section(info.annotation)) and get_origin(info.annotation) is not tuple:
+            if field in inner.model_fields:
+                yield (*above, name)
+            yield from _homes(field, inner, *above, name)
+
+
 def _section(annotation: Any) -> type[BaseModel] | None:
     """The section in an annotation such as `tuple[ModelEntry, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -108,9 +139,11 @@ def _closest(written: str, known: list[str]) -> str | None:
     return next(iter(get_close_matches(written.lower()[:80], known, n=1, cutoff=0.65)), None)
 
 
-def _instead(written: str, meant: str | None) -> str:
+def _instead(written: str, meant: str | None, homes: Iterable[Loc]) -> str:
     if re.match(r"\w+:", written):
         return "put a space after the colon"
+    if there := " or ".join(map(place, homes)):
+        return f"write it below {there}" + (f", or did you mean {meant}?" if meant else "")
     return f"did you mean {meant}?" if meant else f"remove it; {LOOK_UP}"
 
 

@@ -1,11 +1,11 @@
 """Rules of a pool file that no single field shows. They look at what was written, not at what was validated: a
-mistake elsewhere hides none.
+mistake hides none but those about the value that it is in.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from sys import float_info
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from sandhi_core.pool_problems import Fault, Loc, shown
 
@@ -19,8 +19,31 @@ def is_fraction(metric: str) -> bool:
     return _FRACTION.fullmatch(metric.partition(",")[0].strip().lower()) is not None
 
 
-def broken_rules(data: dict[str, Any], line: Callable[[Loc], int]) -> Iterator[Fault]:
-    """What breaks a rule in the document `data`; `line` tells where in the file a value stands."""
+UNSURE = object()
+"""Stands for a value of which it is not known what was meant."""
+
+
+class _Written(NamedTuple):
+    """The document, and the places in it at which it is not known what was meant."""
+
+    data: dict[str, Any]
+    unsure: Collection[Loc]
+
+    def at(self, loc: Loc, default: object) -> Any:
+        """What a section says of a field; UNSURE where that, or a part of it, or the section is."""
+        section, field = loc
+        if any(place == loc[:1] or place[:2] == loc for place in self.unsure):
+            return UNSURE
+        part = self.data.get(str(section))
+        return part.get(field, default) if isinstance(part, dict) else default
+
+
+def broken_rules(
+    data: dict[str, Any], line: Callable[[Loc], int], unsure: Collection[Loc] = frozenset()
+) -> Iterator[Fault]:
+    """What breaks a rule in the document `data`; `line` tells where in the file a value stands. Rules between sections
+    say nothing of what is `unsure` (pool_mistakes)."""
+    written = _Written(data, unsure)
     models = [entry if isinstance(entry, dict) else {} for entry in _list(data.get("models"))]
     yield from _alike(models, line)
     tasks = [
@@ -34,11 +57,11 @@ def broken_rules(data: dict[str, Any], line: Callable[[Loc], int]) -> Iterator[F
         if isinstance(metric, str) and is_fraction(metric) and _is_number(budget) and budget >= 1:
             message = f"budget {budget:g} allows any drop: {shown(metric)} is never above 1"
             yield Fault((*loc, "budget"), message, _as_fraction(budget))
-    yield from _tolerance(data.get("search"), [task for _, task in tasks])
-    yield from _combined(data)
-    yield from _applied(data)
-    yield from _methods(data)
-    yield from _errors(data)
+    yield from _tolerance(written, [task for _, task in tasks])
+    yield from _combined(written)
+    yield from _applied(written)
+    yield from _methods(written)
+    yield from _errors(written)
 
 
 _SET = object()  # any value that is written
@@ -63,9 +86,11 @@ _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
 """A value that needs another elsewhere: the field and its value, the other field, its default, what it must be."""
 
 
-def _combined(data: dict[str, Any]) -> Iterator[Fault]:
+def _combined(written: _Written) -> Iterator[Fault]:
     for loc, value, other, default, needed in _COMBINED:
-        given, found = _at(data, loc, None), _at(data, other, default)
+        given, found = written.at(loc, None), written.at(other, default)
+        if UNSURE in (given, found):
+            continue
         if given not in (None, []) and (value is _SET or given == value) and found != needed:
             name, wanted = ".".join(map(str, loc)), ".".join(map(str, other))
             shows = name if isinstance(given, dict) else f"{name}: {_said(given)}"
@@ -76,40 +101,39 @@ def _combined(data: dict[str, Any]) -> Iterator[Fault]:
             )
 
 
-def _methods(data: dict[str, Any]) -> Iterator[Fault]:
+def _methods(written: _Written) -> Iterator[Fault]:
     """What the methods of `merging` go with."""
-    merging: Any = data.get("merging")
-    if not isinstance(merging, dict):
-        return
-    methods, loc = merging.get("methods", ["mean"]), ("merging", "methods")
+    loc = ("merging", "methods")
+    methods, bases = written.at(loc, ["mean"]), written.at(("merging", "bases"), None)
     if not (isinstance(methods, list) and methods):
         return
     named = f"merging.methods: {', '.join(map(str, methods))}"
-    if "base" in methods and not merging.get("bases"):
+    if "base" in methods and not bases:
         yield Fault(loc, "merging.methods: base needs merging.bases", "name the checkpoints there, or leave base out")
-    if merging.get("bases") and "base" not in methods:
+    if bases and bases is not UNSURE and "base" not in methods:
         yield Fault(("merging", "bases"), f"merging.bases is of no use to {named}", "add base to merging.methods")
     if methods == ["mean"]:
         return
-    if merging.get("rescale") == "common":
+    if written.at(("merging", "rescale"), "none") == "common":
         yield Fault(
             ("merging", "rescale"),
             f"merging.rescale: common needs merging.methods: mean alone, not {named}",
             "leave rescale out, or name mean alone",
         )
-    if _at(data, ("grouping", "candidates"), "wide") == "reference":
+    if written.at(("grouping", "candidates"), "wide") == "reference":
         message = f"grouping.candidates: reference needs merging.methods: mean alone, not {named}"
         yield Fault(("grouping", "candidates"), message, "set grouping.candidates: wide, or name mean alone")
-    if merging.get("reform") is True and not {"mean", "regmean"} & set(map(str, methods)):
+    if written.at(("merging", "reform"), False) is True and not {"mean", "regmean"} & set(map(str, methods)):
         message = f"merging.reform leaves models out of averages, and {named} has none"
         yield Fault(("merging", "reform"), message, "add mean or regmean, or leave reform out")
 
 
-def _errors(data: dict[str, Any]) -> Iterator[Fault]:
+def _errors(written: _Written) -> Iterator[Fault]:
     """Errors are looked at by ladders, and where methods are compared."""
-    methods = _list(_at(data, ("merging", "methods"), None))
-    unused = len(methods) < 2 and _at(data, ("search", "strategy"), "walk") == "walk"
-    if unused and _at(data, ("search", "errors"), "answers") == "outputs":
+    methods = written.at(("merging", "methods"), None)
+    one = methods is not UNSURE and len(_list(methods)) < 2
+    unused = one and written.at(("search", "strategy"), "walk") == "walk"
+    if unused and written.at(("search", "errors"), "answers") == "outputs":
         message = "search.errors: outputs needs search.strategy: ladder, not walk, or several merging.methods"
         yield Fault(("search", "errors"), message, "set search.strategy: ladder, or leave search.errors out")
 
@@ -118,26 +142,20 @@ def _said(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
 
 
-def _applied(data: dict[str, Any]) -> Iterator[Fault]:
+def _applied(written: _Written) -> Iterator[Fault]:
     """What models add to shared tensors needs something that applies it: vLLM's plugin, our loader, or for residuals
     alone stock vLLM where they are adapters."""
-    stock = _at(data, ("deploy", "engine"), "vllm") == "vllm" and _at(data, ("deploy", "plugin"), True) is False
-    if not stock or _at(data, ("deploy", "adapters"), None) is not None:
+    stock = written.at(("deploy", "engine"), "vllm") == "vllm" and written.at(("deploy", "plugin"), True) is False
+    if not stock or written.at(("deploy", "adapters"), None) is not None:
         return
     remedy = "leave deploy.plugin out, or set deploy.engine: transformers"
-    if _at(data, ("merging", "residuals"), "none") == "low_rank":
+    if written.at(("merging", "residuals"), "none") == "low_rank":
         message = "merging.residuals: low_rank is not applied by vLLM with deploy.plugin: false"
         adapters = ", or deploy.adapters: {max_rank: 64} for adapters that it serves"
         yield Fault(("merging", "residuals"), message, remedy + adapters)
-    if _at(data, ("merging", "affine"), "none") == "rows":
+    if written.at(("merging", "affine"), "none") == "rows":
         message = "merging.affine: rows is not applied by vLLM with deploy.plugin: false"
         yield Fault(("merging", "affine"), message, remedy)
-
-
-def _at(data: dict[str, Any], loc: Loc, default: object) -> object:
-    section, field = loc
-    part = data.get(str(section))
-    return part.get(field, default) if isinstance(part, dict) else default
 
 
 def _as_fraction(points: float) -> str:
@@ -146,17 +164,17 @@ def _as_fraction(points: float) -> str:
     return f"budgets are absolute, as fractions: {points / 100:g} is {points:g} points"
 
 
-def _tolerance(search: Any, tasks: list[dict[str, Any]]) -> Iterator[Fault]:
-    tolerance = search.get("tolerance") if isinstance(search, dict) else None
+def _tolerance(written: _Written, tasks: list[dict[str, Any]]) -> Iterator[Fault]:
+    loc = ("search", "tolerance")
+    tolerance, accept = written.at(loc, None), written.at(("search", "accept"), "original")
     if not _is_number(tolerance):
         return
-    loc = ("search", "tolerance")
     metrics = [metric for task in tasks if isinstance(metric := task.get("metric"), str)]
     if tolerance >= 1 and metrics and all(map(is_fraction, metrics)):
         yield Fault(loc, f"search.tolerance {tolerance:g} allows any drop", _as_fraction(tolerance))
     # Under SANDHI's own rule drift may add up past the tolerance; under the other nothing goes beyond it.
     largest = max((budget for task in tasks if _is_number(budget := task.get("budget"))), default=0)
-    if search.get("accept") != "reference" and tolerance < largest:
+    if accept not in ("reference", UNSURE) and tolerance < largest:
         message = f"search.tolerance is below a budget of {largest}, which could never be used"
         yield Fault(loc, message, "raise it to the largest budget, or remove it")
 

@@ -38,7 +38,7 @@ def survey(directory: Path, model: str, index: str = INDEX) -> Survey:
     found = Survey(directory, model, index)
     if not directory.is_dir():
         message = f"{directory} is no directory" if directory.exists() else f"there is no directory {directory}"
-        found.report("directory-missing", message, "correct the model's path in the pool file")
+        found.report("directory-missing", message, "correct the path in the pool file")
         return found
     files = listing(found)
     found.ignored = tuple(f for f in files if matches(f, UNREAD))

@@ -33,7 +33,7 @@ def verify_all(arguments: Namespace) -> tuple[dict[str, Any], list[dict[str, Any
 
 def _measuring(arguments: Namespace) -> Measuring | None:
     if arguments.engine is None:
-        asked = {"--python": arguments.python, "--originals": arguments.originals, "--answers": arguments.answers}
+        asked = {f"--{name}": getattr(arguments, name) for name in ("python", "originals", "pool", "answers")}
         if idle := [option for option, value in asked.items() if value]:
             raise UsageError(f"{idle[0]} needs --engine", remedy="say --engine transformers or --engine vllm")
         return None

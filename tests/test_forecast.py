@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sandhi_core.costs import GRADIENT_PASSES, INPUT_PASSES, Cost, Costs, moments, spectra, tensors_tried, total
-from sandhi_core.forecast import Forecast, forecast
+from sandhi_core.forecast import Forecast, costs, forecast
 from sandhi_core.graph import STAGES, Catalogue
 from sandhi_core.pool import Pool
 from sandhi_core.preflight_pool import check_pool
@@ -122,6 +122,9 @@ def test_costs_of_all_stages_are_what_a_build_from_nothing_takes() -> None:
     found = forecast(catalogue, pool, PRINTS, list(catalogue.graph()))
     whole = total(Costs(pool, PRINTS, grouped=PRINTS).of(stage, PRINTS) for stage in STAGES)
     assert found.model_dump(include=set(asdict(whole))) == asdict(whole)
+    each = costs(catalogue, pool, PRINTS, list(catalogue.graph()))
+    assert each.keys() == catalogue.graph().keys() and total(each.values()) == whole
+    assert each["holdout", "p.a"] == Costs(pool, PRINTS).of("holdout", "a")
 
 
 @pytest.mark.parametrize(

@@ -211,12 +211,50 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> N
         "error: pool: file pool.yaml:6: models[0].tasks[0].metrc is no field of a pool file (did you mean metric?)",
         "error: pool: file pool.yaml:7: name 'legal' is used twice; the first is on line 3 (give each model a name of "
         "its own)",
-        "error: pool: file pool.yaml:12: models[1].tasks[1].budget must be greater than 0 (choose another value; "
-        "`sandhi schema` prints what may stand in a pool file)",
+        "error: pool: file pool.yaml:12: models[1].tasks[1].budget must be greater than 0 (allow at least one question "
+        "to be lost: no number of questions shows that nothing changed)",
         "error: pool: file pool.yaml:13: deploy.engine must be 'vllm' or 'transformers' (choose one of these)",
         "error: pool: file pool.yaml:14: search.tolerance is below a budget of 0.02, which could never be used (raise "
         "it to the largest budget, or remove it)",
     ]
+
+
+LOW_RANK = "search: {strategy: ladder}\nmerging: {residuals: low_rank}\n"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (
+            LOW_RANK + "deploy: {engine: sglang}\n",
+            "deploy.engine must be 'vllm' or 'transformers' (choose one of these)",
+        ),
+        (
+            LOW_RANK + "deploy: {engin: transformers}\n",
+            "deploy.engin is no field of a pool file (did you mean engine?)",
+        ),
+        (LOW_RANK + "deploy: 7\n", "deploy must be a mapping of fields to values"),
+        (
+            LOW_RANK + "deploy: {adapters: {max_rank: 7}}\n",
+            "deploy.adapters.max_rank must be 1, 8, 16, 32, 64, 128, 256, 320 or 512 (choose one of these: vLLM takes "
+            "no others for --max-lora-rank)",
+        ),
+        ("serach: {strategy: ladder}\nprofile: {noise: false}\n", "serach is no field of a pool file"),
+        ("search: {strategy: leader}\nprofile: {noise: false}\n", "did you mean ladder?"),
+        ("strategy: ladder\nprofile: {noise: false}\n", "strategy stands in the wrong place (write it below search)"),
+        ("search: {accept: refrence, tolerance: 0.001}\n", "did you mean reference?"),
+        ("search: {errors: outputs}\nmerging: {methods: [mean, membr]}\n", "did you mean member?"),
+        ("merging: {bases: [7], methods: [mean]}\n", "merging.bases[0] must be text"),
+        ("residuals: low_rank\n", "residuals stands in the wrong place (write it below merging)"),
+        ("deploy: {max_rank: 8}\n", "deploy.max_rank stands in the wrong place (write it below deploy.adapters)"),
+        ("evaluation: {seeds: 3}\n", "(write it below profile, or did you mean seed?)"),
+    ],
+)
+def test_rules_between_fields_say_nothing_of_what_is_a_mistake_by_itself(
+    tmp_path: Path, sections: str, told: str
+) -> None:
+    (line,) = mistakes(tmp_path, MINIMAL + sections).splitlines()
+    assert told in line
 
 
 def test_one_mistake_is_told_as_itself(tmp_path: Path) -> None:

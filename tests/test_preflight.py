@@ -416,6 +416,7 @@ def test_a_base_needs_no_tokenizer_but_sound_weights(tmp_path: Path) -> None:
     for path, code in ((str(tmp_path / "none"), "directory-missing"), ("org/none", "hub-not-cached")):
         problems, found = check_base(Base(BASE, path), None)
         assert found is None and [(p.code, p.model) for p in problems] == [(code, BASE)]
+        assert problems[0].line().startswith(f"error: {code}: {BASE}: ") and "model's" not in problems[0].remedy
 
 
 def test_a_base_must_fit_some_group(tmp_path: Path) -> None:

@@ -537,7 +537,7 @@ EDITS: dict[str, Edit] = {
     "servers.*.dtype": lambda d: d["servers"][0].update(dtype="bfloat16"),
     "servers.*.max_model_len": lambda d: d["servers"][0].update(max_model_len=None),
     "servers.*.shell": lambda d: d["servers"][0].update(shell="true"),
-    "servers.*.command": lambda d: d["servers"][0]["command"].__setitem__(2, "/elsewhere"),
+    "servers.*.options": lambda d: d["servers"][0].update(options=["--dtype", "auto"]),
     "servers.*.memory.weights_bytes": lambda d: d["servers"][0]["memory"].update(weights_bytes=1),
     "servers.*.memory.shared_bytes": lambda d: d["servers"][0]["memory"].update(shared_bytes=1),
     "servers.*.memory.kv.layers": lambda d: d["servers"][0]["memory"]["kv"].update(layers=1),

@@ -48,6 +48,7 @@ def test_several_exports_answer_with_one_document(case: Case, tmp_path: Path, di
     ("words", "message"),
     [
         (["--answers"], "--answers needs --engine"),
+        (["--pool", "/pool.yaml"], "--pool needs --engine"),
         (["--originals", "a=/b"], "--originals needs --engine"),
         (["--python", sys.executable], "--python needs --engine"),
         (["--engine", "transformers", "--python", sys.executable], "--python is of vLLM"),

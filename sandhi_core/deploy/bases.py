@@ -26,18 +26,23 @@ class Adapted(Part):
 
 
 class BaseServer(Part):
-    """One base, the command that serves it with its adapters, and the models that answer there by their names."""
+    """One base, how it is served with its adapters, and the models that answer there by their names."""
 
     base: str  # its directory, relative to the export
     models: tuple[Adapted, ...]
     port: int | None
+    options: tuple[str, ...]  # as of a server, beside the adapters
     metrics: str | None  # as of a server
     dtype: str
     max_model_len: int | None  # tokens
-    command: tuple[str, ...]
-    shell: str  # the same, quoted for a shell
+    shell: str  # as of a server
     memory: BaseMemory
     notes: tuple[str, ...]
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters' directories, by the names of their models."""
+        return {model.model: model.adapter for model in self.models if model.adapter is not None}
 
 
 class Scored(NamedTuple):
@@ -66,7 +71,9 @@ def base_servers(
     for place, base in enumerate(order):
         first, memory = next(iter(base.adapters)), sizes[base.directory]
         modules = adapted_modules(base, manifest.models)
-        launch = vllm.launch_base(base, modules, export_root, place, served[first], configs[first], pool, memory)
+        launch = vllm.launch_base(base, modules, place, served[first], configs[first], pool, memory)
+        adapters = {name: a.directory for name, a in base.adapters.items() if a.directory is not None}
+        command = vllm.command(export_root, base.directory, launch.options, launch.port, adapters=adapters)
         models = tuple(_adapted(name, a, manifest.models[name], scored[name]) for name, a in base.adapters.items())
         asked = sorted({scored[name].dtype for name in base.adapters})
         found.append(
@@ -74,11 +81,11 @@ def base_servers(
                 base=base.directory,
                 models=models,
                 port=launch.port,
+                options=launch.options,
                 metrics=launch.metrics,
                 dtype=launch.dtype,
                 max_model_len=launch.max_model_len,
-                command=launch.command,
-                shell=shlex.join(launch.command),
+                shell=shlex.join(command),
                 memory=memory,
                 notes=(*launch.notes, *(note for dtype in asked for note in rounding(dtype, launch.dtype))),
             )

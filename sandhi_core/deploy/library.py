@@ -2,20 +2,17 @@
 residuals. The command of each model is a quick look at it, no server.
 
 It runs a module by `python3 -m`: that needs no script, which only an installation has (the `sandhi` of one needs a
-checkout besides), and unlike `python` the name is there on every system that follows PEP 394, in virtual environments
-too. No path of an interpreter: the specification must be the same wherever it is derived again.
+checkout besides).
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
-from sandhi_core.deploy.launch import Launch
+from sandhi_core.deploy.launch import DTYPES, PYTHON, Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory
 from sandhi_core.errors import ProofError
 
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-"""safetensors' spelling to torch's, of every dtype that the weights of a pool may have (records.DTYPE_BYTES)."""
 NOTES = (
     "from sandhi_core.serving.load import load; load(directory) gives the model, its shared tensors mapped from the "
     "export's files: processes on one machine's CPU hold each of them once",
@@ -38,7 +35,6 @@ def served_dtype(model: str, dtype: str) -> str:
 
 def launch(
     model: str,
-    directory: Path,
     place: int,
     dtype: str,
     config: Mapping[str, Any],
@@ -46,9 +42,14 @@ def launch(
     memory: ModelMemory,
     plugin: bool,
 ) -> Launch:
-    """Look at `model` in `directory`; takes what every engine's `launch` takes."""
+    """Look at `model`; takes what every engine's `launch` takes."""
     length = (config.get("text_config") or config).get("max_position_embeddings")
-    return Launch(("python3", "-m", "sandhi_core.serving.look", str(directory)), None, None, dtype, length, ())
+    return Launch((), None, None, dtype, length, ())
+
+
+def command(export: PurePath, directory: str, options: Sequence[str], port: int | None) -> tuple[str, ...]:
+    """A look at the model in `directory` of the export; takes what every engine's `command` takes."""
+    return (PYTHON, "-m", "sandhi_core.serving.look", str(export / directory))
 
 
 def pool_notes(pool: PoolMemory, plugin: bool) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ BASIS = (
     "contexts, less the weights of all models, divided equally among them; a token takes 2 * layers * kv "
     "heads * head size * bytes of the dtype. `before`: every server holds a private copy of all its weights, as "
     "stock vLLM does. `after`: servers hold shared tensors once for all models, as those of sandhi_core.serving.load "
-    "and of vLLM with Sandhi's plugin do, measured on a CPU; on a GPU a process of its own holds them, which was never "
-    "run on one yet"
+    "and of vLLM with Sandhi's plugin do"
 )
 
 
@@ -33,7 +32,6 @@ class ModelMemory(Part):
     its own."""
 
     estimated: Literal[True] = True
-    basis: str = BASIS
     weights_bytes: int
     private_bytes: int
     shared_bytes: int  # private + shared = weights

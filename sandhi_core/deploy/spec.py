@@ -37,7 +37,7 @@ from sandhi_core.records import (
 
 Engine = Literal["vllm", "transformers"]
 ENGINES: Mapping[Engine, ModuleType] = {"vllm": vllm, "transformers": library}
-"""Each with `residuals`, `served_dtype`, `launch` and `pool_notes`."""
+"""Each with `residuals`, `served_dtype`, `launch`, `command` and `pool_notes`."""
 
 
 class Claims(Part):
@@ -52,7 +52,7 @@ class Claims(Part):
 
 
 class Server(Part):
-    """One model and the command that serves it."""
+    """One model and how it is served."""
 
     model: str
     engine: Engine
@@ -62,12 +62,12 @@ class Server(Part):
     steps: int  # how far along its trajectory
     tasks: dict[str, HoldoutTask]
     port: int | None
+    options: tuple[str, ...]  # of the engine, beside directory and address
     metrics: str | None  # the path on that port at which Prometheus reads what the server counts
     dtype: str
     scored_dtype: str  # as the pool file asks
     max_model_len: int | None  # tokens
-    command: tuple[str, ...]
-    shell: str  # the same, quoted for a shell
+    shell: str  # the command that serves it from where the export was built, quoted for a shell
     memory: ModelMemory
     notes: tuple[str, ...]
 
@@ -91,6 +91,13 @@ class DeploymentSpec(Record):
     stock_memory: StockMemory | None = None
     bases: tuple[BaseServer, ...] = ()
     notes: tuple[str, ...]
+
+    @property
+    def rounding(self) -> tuple[str, ...]:
+        """How models are scored in another dtype than they are served in, each sentence once; empty where in none."""
+        dtypes = [(server.scored_dtype, server.dtype) for server in self.servers]
+        dtypes += [(model.scored_dtype, base.dtype) for base in self.bases for model in base.models]
+        return tuple(dict.fromkeys(note for scored, served in dtypes for note in rounding(scored, served)))
 
 
 class Served(NamedTuple):
@@ -174,10 +181,9 @@ def serve(
     order = sorted(alone, key=lambda name: (-models[name].weights_bytes, name))
     servers = []
     for place, name in enumerate(order, len(bases)):
-        directory = export_root / manifest.models[name].directory
-        module = ENGINES[engines[name]]
-        launch = module.launch(name, directory, place, served[name], configs[name], given, alone[name], plugin)
-        servers.append(_server(name, engines[name], manifest.models[name], scored[name], launch, models[name]))
+        launch = ENGINES[engines[name]].launch(name, place, served[name], configs[name], given, alone[name], plugin)
+        model = manifest.models[name]
+        servers.append(_server(name, engines[name], export_root, model, scored[name], launch, models[name]))
     return Served(memory, tuple(servers), stock, bases)
 
 
@@ -247,8 +253,15 @@ def _refuse_unproved(manifest: Manifest, proof: SharingProof, holdouts: Mapping[
 
 
 def _server(
-    name: str, engine: Engine, model: ExportedModel, scored: Scored, launch: Launch, memory: ModelMemory
+    name: str,
+    engine: Engine,
+    export_root: Path,
+    model: ExportedModel,
+    scored: Scored,
+    launch: Launch,
+    memory: ModelMemory,
 ) -> Server:
+    command = ENGINES[engine].command(export_root, model.directory, launch.options, launch.port)
     return Server(
         model=name,
         engine=engine,
@@ -258,12 +271,12 @@ def _server(
         steps=scored.steps,
         tasks=scored.tasks,
         port=launch.port,
+        options=launch.options,
         metrics=launch.metrics,
         dtype=launch.dtype,
         scored_dtype=scored.dtype,
         max_model_len=launch.max_model_len,
-        command=launch.command,
-        shell=shlex.join(launch.command),
+        shell=shlex.join(command),
         memory=memory,
         notes=(*launch.notes, *rounding(scored.dtype, launch.dtype)),
     )

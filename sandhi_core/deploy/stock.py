@@ -24,7 +24,6 @@ class BaseMemory(Part):
     """Bytes of one engine that serves a base with its adapters."""
 
     estimated: Literal[True] = True
-    basis: str = BASIS
     weights_bytes: int
     max_rank: int
     adapter_bytes: int

@@ -3,11 +3,13 @@ vllm/config/lora.py and docs/features/lora)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
+from sandhi_core.deploy import launch as launches
 from sandhi_core.deploy.kv import KvCache
-from sandhi_core.deploy.launch import Launch
+from sandhi_core.deploy.launch import PYTHON, Launch
 from sandhi_core.deploy.sizing import Capacity, ModelMemory, PoolMemory
 from sandhi_core.deploy.stock import BaseMemory, StockMemory
 from sandhi_core.errors import ProofError
@@ -15,12 +17,16 @@ from sandhi_core.records import Base
 
 FIRST_PORT = 8000
 METRICS = "/metrics"
-PLUGIN = ("--quantization", "sandhi", "--load-format", "sandhi")
+MODULE = "vllm.entrypoints.openai.api_server"
+"""vLLM's server by its module: the `vllm` command is there only where a distribution of that name is installed."""
+NAME = "sandhi"
+"""Of the plugin's quantization and load format."""
+PLUGIN = ("--quantization", NAME, "--load-format", NAME)
 """What has vLLM use Sandhi's plugin: shared tensors are mapped, and what models add to them is applied."""
 BLOCK = 16
 """Tokens in a block of vLLM's cache, by default: a sequence takes whole ones."""
 
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+DTYPES = {stored: name for stored, name in launches.DTYPES.items() if stored != "F64"}
 """safetensors' spelling to vLLM's."""
 
 
@@ -43,9 +49,31 @@ def served_dtype(model: str, dtype: str) -> str:
     return DTYPES[dtype]
 
 
+def command(
+    export: PurePath,
+    directory: str,
+    options: Sequence[str],
+    port: int | None,
+    *,
+    python: str = PYTHON,
+    host: str = "127.0.0.1",
+    adapters: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, ...]:
+    """What starts vLLM's OpenAI server for what lies in `directory` of the export. `adapters`: directories there, by
+    the names that they answer by."""
+    address = ("--host", host, "--port", str(port))
+    modules = [f"{name}={export / adapter}" for name, adapter in adapters.items()]
+    lora = ("--lora-modules", *modules) if modules else ()
+    return (python, "-m", MODULE, "--model", str(export / directory), *options, *lora, *address)
+
+
+def served(names: Sequence[str], dtype: str, plugin: bool) -> tuple[str, ...]:
+    """The options that every server has: the names it answers by, the dtype, and whether it has Sandhi's plugin."""
+    return ("--served-model-name", *names, "--dtype", dtype, *(PLUGIN if plugin else ()))
+
+
 def launch(
     model: str,
-    directory: Path,
     place: int,
     dtype: str,
     config: Mapping[str, Any],
@@ -53,28 +81,20 @@ def launch(
     memory: ModelMemory,
     plugin: bool,
 ) -> Launch:
-    """Start `model` from `directory` as number `place` (from 0) on the device.
+    """Start `model` as number `place` (from 0) on the device.
 
-    With the plugin a server holds its private weights, and the cache is given the room of `memory.after`: the plugin
-    refuses to start where it would have to copy shared tensors. Stock vLLM holds private copies of all, so there it is
-    that of `memory.before`. vLLM refuses to start where less than --gpu-memory-utilization of the device is free, so
-    that goes along although the cache's size is given. Where the pool does not fit the device, both are left to vLLM.
+    With the plugin shared tensors are held once, and the cache is given the room of `memory.after`: the plugin refuses
+    to start where it would have to copy them. Stock vLLM holds private copies of all, so there it is that of
+    `memory.before`. Where the pool does not fit the device, the cache is left to vLLM.
     """
-    port = FIRST_PORT + place
-    argv = ["vllm", "serve", str(directory), "--served-model-name", model, "--port", str(port), "--dtype", dtype]
-    if plugin:
-        argv += PLUGIN
-        own, room = memory.private_bytes, memory.after if pool.fits_after else None
-    else:
-        own, room = memory.weights_bytes, memory.before if pool.fits_before else None
-    sizes, length = _sizes(config, own, room, pool.device_bytes)
-    return Launch((*argv, *sizes), port, METRICS, dtype, length, tuple(_notes(config, memory.kv, length)))
+    fits, room = (pool.fits_after, memory.after) if plugin else (pool.fits_before, memory.before)
+    options, weights = served([model], dtype, plugin), memory.weights_bytes
+    return _launch(options, place, dtype, config, weights, room if fits else None, pool, memory.kv)
 
 
 def launch_base(
     base: Base,
     modules: Sequence[str],
-    export_root: Path,
     place: int,
     dtype: str,
     config: Mapping[str, Any],
@@ -86,35 +106,45 @@ def launch_base(
 
     All adapters stay on the device, in buffers of `memory.max_rank`; only the `modules` that they adapt get buffers.
     """
-    port = FIRST_PORT + place
     names = [model for model, adapter in base.adapters.items() if adapter.directory is None]
-    adapters = [f"{m}={export_root / a.directory}" for m, a in base.adapters.items() if a.directory is not None]
-    argv = ["vllm", "serve", str(export_root / base.directory), "--served-model-name", *(names or [base.directory])]
-    argv += ["--port", str(port), "--dtype", dtype]
+    adapters = len(base.adapters) - len(names)
+    options = served(names or [base.directory], dtype, plugin=False)
     if adapters:
-        argv += ["--enable-lora", "--max-lora-rank", str(memory.max_rank), "--max-loras", str(len(adapters))]
-        argv += ["--lora-target-modules", *modules, "--lora-modules", *adapters]
+        options += ("--enable-lora", "--max-lora-rank", str(memory.max_rank), "--max-loras", str(adapters))
+        options += ("--lora-target-modules", *modules)
     room = memory.capacity if pool.fits else None
-    sizes, length = _sizes(config, memory.weights_bytes + memory.adapter_bytes, room, pool.device_bytes)
-    notes = list(_notes(config, memory.kv, length))
+    weights = memory.weights_bytes + memory.adapter_bytes
+    found = _launch(options, place, dtype, config, weights, room, pool, memory.kv)
     if adapters and dtype == DTYPES["F32"]:
-        notes.append("on GPUs vLLM's kernels for adapters take bfloat16 and float16 only: in float32 serve from a CPU")
-    return Launch((*argv, *sizes), port, METRICS, dtype, length, tuple(notes))
+        note = "on GPUs vLLM's kernels for adapters take bfloat16 and float16 only: in float32 serve from a CPU"
+        return found._replace(notes=(*found.notes, note))
+    return found
 
 
-def _sizes(
-    config: Mapping[str, Any], weights_bytes: int, room: Capacity | None, device_bytes: int
-) -> tuple[list[str], int | None]:
-    """The flags of a cache of this capacity beside weights of this size, and the length of a sequence. Without `room`
-    the cache is left to vLLM."""
+def _launch(
+    options: tuple[str, ...],
+    place: int,
+    dtype: str,
+    config: Mapping[str, Any],
+    weights_bytes: int,
+    room: Capacity | None,
+    pool: PoolMemory | StockMemory,
+    kv: KvCache,
+) -> Launch:
+    """With a cache of `room`, which None leaves to vLLM, beside weights of this size.
+
+    vLLM refuses to start where less than --gpu-memory-utilization of the device is free, so that goes along although
+    the cache's size is given. It counts all weights, those too that another process holds for it: vLLM takes off by
+    itself what its loader says of them (request_memory in vllm/v1/worker/utils.py, 0.32)."""
     length = _context(config, None if room is None else room.kv_tokens)
-    argv = [] if length is None else ["--max-model-len", str(length)]
+    if length is not None:
+        options += ("--max-model-len", str(length))
     if room is not None:
-        share = (weights_bytes + room.kv_bytes) / device_bytes
+        share = (weights_bytes + room.kv_bytes) / pool.device_bytes
         utilization = min(max(math.ceil(share * 1e4), 1) / 1e4, 1.0)
-        argv += ["--kv-cache-memory-bytes", str(room.kv_bytes)]
-        argv += ["--gpu-memory-utilization", f"{utilization:.4f}"]
-    return argv, length
+        options += ("--kv-cache-memory-bytes", str(room.kv_bytes))
+        options += ("--gpu-memory-utilization", f"{utilization:.4f}")
+    return Launch(options, FIRST_PORT + place, METRICS, dtype, length, tuple(_notes(config, kv, length)))
 
 
 def _context(config: Mapping[str, Any], kv_tokens: int | None) -> int | None:
@@ -148,9 +178,9 @@ def _notes(config: Mapping[str, Any], kv: KvCache, length: int | None) -> Iterat
 
 _SHARING = (
     "these commands need Sandhi's plugin beside vLLM (pip install sandhi in its environment). On a CPU servers map "
-    "shared tensors from the export's files and hold each once, which was measured. On a GPU a process of its own "
-    "holds them (python3 -m sandhi_core.serving.cuda.owner), and has to run before the servers; that was never run on "
-    "a GPU yet. The plugin refuses to start rather than copy"
+    "shared tensors from the export's files and hold each once. On a GPU a process of its own holds them, which runs "
+    "before the servers and is named to each: `sandhi serve` starts it (sandhi_core.serving.cuda.owner). The plugin "
+    "refuses to start rather than copy"
 )
 _COPYING = (
     "stock vLLM copies every weight to the device: these commands share files on disk and in the page cache, not "

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from sandhi_core.errors import TaskError
-from sandhi_core.evaluation.taskfiles import find_task, local_data_files
+from sandhi_core.evaluation.taskfiles import find_task, local_data_files, task_names
 
 GENERATION = "generate_until"
 
@@ -99,10 +100,10 @@ def _lm_eval_task(include: Path | None, name: str, cache_directory: Path) -> Any
     if name not in manager.all_subtasks:
         where = f"neither below {include} nor among lm-eval's own" if include else "not among lm-eval's own"
         kind = "is a group of tasks" if name in manager.all_tasks else f"is {where}"
-        raise TaskError(
-            f"task {name!r} {kind}",
-            remedy="name a single task, and set evaluation.include_path to its folder",
-        )
+        known = [*task_names(include), *manager.all_subtasks]  # the pool's own first
+        meant = [] if name in manager.all_tasks else get_close_matches(name, known, n=1, cutoff=0.75)
+        remedy = "name a single task, and set evaluation.include_path to its folder"
+        raise TaskError(f"task {name!r} {kind}", remedy=f"did you mean {meant[0]}?" if meant else remedy)
     return manager.load([name])["tasks"][name]
 
 

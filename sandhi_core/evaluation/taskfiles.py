@@ -52,6 +52,13 @@ def find_task(include: Path | None, task: str) -> Path | None:
     return found[0] if found else None
 
 
+def task_names(include: Path | None) -> list[str]:
+    """What the files below `include` seem to define, by a glance at their text: to tell what a mistyped name meant."""
+    stated = re.compile(r"""^task["']?\s*:\s*["']?([\w.-]+)["']?\s*($|#)""", re.MULTILINE)
+    files = () if include is None else sorted(include.glob("**/*.yaml"))
+    return list(dict.fromkeys(name for path in files for name, _ in stated.findall(_text(path))))
+
+
 def task_files(include: Path | None, task: str) -> tuple[Path, ...]:
     """The task's YAML, what it includes, the functions' modules and the local data files; empty for a task of
     lm-eval's own. Raises TaskError where a local data file is not there."""

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sandhi_core.assignment import Assignment, assignment_at
+from sandhi_core.deploy.spec import DeploymentSpec
+from sandhi_core.graph import Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
+    Adjustment,
     CutoffSet,
     Fingerprint,
     Groups,
@@ -26,7 +29,8 @@ from sandhi_core.savings import PAGE_ALIGNED, holdings
 @dataclass(frozen=True)
 class ReportData:
     """A pool's records: `groups` by group key, all other mappings by model name. What is missing is reported
-    as not measured, so a pool can be looked at while it is being built."""
+    as not measured, so a pool can be looked at while it is being built. `never`, `stale` and `waiting` (for these) are
+    the nodes whose records are not what a build would leave."""
 
     pool: Pool
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
@@ -39,6 +43,10 @@ class ReportData:
     points: OperatingPoints | None = None
     manifest: Manifest | None = None
     proof: SharingProof | None = None
+    deployment: DeploymentSpec | None = None
+    never: tuple[Node, ...] = ()
+    stale: tuple[Node, ...] = ()
+    waiting: tuple[Node, ...] = ()
 
     @property
     def gate(self) -> float:
@@ -63,14 +71,18 @@ never proposed."""
 
 @dataclass(frozen=True)
 class SlotState:
-    """One projection of one model at an operating point. `holders` are all models with this very tensor; `added`:
-    whether this one adds a residual, or vectors of the rows, to it."""
+    """One projection of one model at an operating point. `holders` are all models with this very tensor;
+    `adjustment`: the residual, or vectors of the rows, that this one adds to it."""
 
     slot: Slot
     state: State
     digest: str
     holders: tuple[str, ...]
-    added: bool = False
+    adjustment: Adjustment | None = None
+
+    @property
+    def added(self) -> bool:
+        return self.adjustment is not None
 
 
 def slot_states(
@@ -95,7 +107,7 @@ def slot_states(
             state = "alone"
         else:
             state = "kept" if slot.tensor in planned else "excluded"
-        return SlotState(slot, state, digest, holding.models, slot.tensor in own.adjustments)
+        return SlotState(slot, state, digest, holding.models, own.adjustments.get(slot.tensor))
 
     return {
         name: tuple(state_of(s, assigned.get(name, Assignment()), _planned(plans.get(name))) for s in fingerprint.slots)

@@ -15,8 +15,10 @@ from pydantic import BaseModel
 
 from sandhi_core.files import write_atomic
 from sandhi_core.records import OperatingPoints, Savings, SharingProof, digest_of
-from sandhi_core.report import figures, outcome, page, style, tables
+from sandhi_core.report import figures, notes, outcome, page, style, tables
 from sandhi_core.report.data import ReportData, SlotState, slot_states
+from sandhi_core.report.outdated import outdated
+from sandhi_core.report.ranks import ranks_tables
 from sandhi_core.report.words import count, percent, size
 
 PAGE = "report.html"
@@ -153,11 +155,12 @@ def _trajectory(data: ReportData, model: str) -> Picture:
     alt = f"{model}: {accepted} of {count(len(walk.steps), 'step')} accepted on the search split."
     held = data.holdouts.get(model)
     deployed = None if held is None else held.steps
+    budgets = walk.tolerance | data.budgets[model]  # the file may have other tasks by now
     return Picture(
         f"{_OF_ONE_MODEL}{model}",
         f"Trajectory of {model}",
         alt,
-        lambda: figures.trajectory_chart(walk, data.budgets[model], deployed),
+        lambda: figures.trajectory_chart(walk, budgets, deployed),
     )
 
 
@@ -179,12 +182,15 @@ def _render(
         pool=data.pool,
         made_from=made_from,
         palette=style.PALETTE,
+        outdated=outdated(data),
         tiles=page.summary(data),
         models=page.models_table(data),
         bytes=page.bytes_table(data),
         points=page.points_table(data),
         steps=page.trajectories_table(data),
         shared=page.shared_table(states),
+        ranks=ranks_tables(states),
+        ranks_note=notes.RANKS,
         excluded=page.excluded_table(data),
         stock=page.stock_table(data),
         problems=() if data.proof is None else data.proof.problems,

@@ -1,5 +1,9 @@
 """What the words of a report's tables mean; each note is a paragraph below its table."""
 
+from collections.abc import Iterable
+
+from sandhi_core.report.words import size
+
 QUALITY = (
     "Changes are turned so that negative is worse. Within budget: the measured change keeps the budget.",
     "Certified: so does its one-sided 95 % bound, here and at every cutoff that was tried before it. One of those "
@@ -27,8 +31,31 @@ TRAJECTORIES = (
     "ladder's is an assignment of the whole model, each bolder than the one before.",
 )
 
+RANKS = (
+    "Numbers are the ranks of what a model adds to a shared matrix; 0: it holds it as it is; s: it also scales and "
+    "shifts its rows; =: identical in other models from the start; -: shared with none."
+)
+
 STOCK = (
     "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with "
     "all of them. Its files are links to those of the models, so it takes no bytes. A model that is no adapter "
     "is exported like any other.",
+    "Scored were the models as Sandhi's loader runs them. An engine applies adapters by functions of its own: its "
+    "answers were not scored.",
 )
+
+
+def scored(rounding: Iterable[str]) -> tuple[str, ...]:
+    """That the dtype of scoring is not the one of serving, where it is not."""
+    return tuple(f"Quality was {note}." for note in rounding)
+
+
+def engines(claimed: int, before: int, kept: int) -> str:
+    """What is claimed, and what engines with adapters need not hold: two numbers, and why. All are bytes; `before`: of
+    weights with a whole copy of every model."""
+    saved = f"{size(before - kept)} less" if kept <= before else f"{size(kept - before)} more"
+    return (
+        f"Claimed are {size(claimed)}. Engines with adapters hold {size(kept)} of weights in place of {size(before)}, "
+        f"{saved} (estimated): vLLM keeps buffers for every adapter, of the largest rank that any of its base has in "
+        "all layers that one of them adapts, and holds models that are no adapters whole."
+    )

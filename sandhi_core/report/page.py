@@ -135,7 +135,16 @@ def stock_table(data: ReportData) -> Table | None:
     for model, why in plan.ordinary.items() if plan else ():
         whole = f"{why.count:,} ({size(why.nbytes)})" if why.count else "-"
         rows.append(_row(model, "-", "-", "-", why.reason, why.first or "-", whole))
-    return Table("Models as adapters that stock servers take", columns, tuple(rows), notes=notes.STOCK)
+    said = (*notes.STOCK, *_engines(data))
+    return Table("Models as adapters that stock servers take", columns, tuple(rows), notes=said)
+
+
+def _engines(data: ReportData) -> tuple[str, ...]:
+    spec = data.deployment
+    if spec is None or spec.stock_memory is None or not spec.bases:
+        return ()
+    before, kept = spec.memory.weights_bytes_before, spec.stock_memory.weights_bytes
+    return (notes.engines(spec.claims.claimed, before, kept),)
 
 
 def models_table(data: ReportData) -> Table:
@@ -157,7 +166,7 @@ def models_table(data: ReportData) -> Table:
     for model in data.pool.models:
         holdout = data.holdouts.get(model.name)
         for entry in model.tasks:
-            if holdout is None:
+            if holdout is None or entry.task not in holdout.tasks:
                 gaps = [Cell(NOT_MEASURED, "open"), *(Cell("-") for _ in range(3))]
                 rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-", "-"))
                 continue
@@ -166,7 +175,7 @@ def models_table(data: ReportData) -> Table:
         "Every model on questions never used before (holdout)",
         columns,
         tuple(rows),
-        notes=notes.QUALITY,
+        notes=(*notes.scored(data.deployment.rounding if data.deployment else ()), *notes.QUALITY),
     )
 
 

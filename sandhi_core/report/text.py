@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sandhi_core.errors import Problem
+from sandhi_core.report import notes
 from sandhi_core.report.words import count, number, percent, signed, size, yes
 
 NEVER_FOLDED = 10_000
@@ -21,6 +22,7 @@ _STYLES = {"error": "bold red", "warning": "yellow"}
 _BYTES = {
     "checkpoints": "all checkpoints",
     "duplicates": "exact duplicates",
+    "added": "added by residuals",
     "claimed": "claimed",
     "verified_disk": "verified on disk",
     "verified_memory": "verified in memory",
@@ -123,9 +125,11 @@ def print_build(document: Mapping[str, Any]) -> None:
     console = _console()
     for name, pool in document["pools"].items():
         console.print(_models(name, pool))
+        for note in notes.scored(pool["rounding"]):
+            console.print(Text(f"{note}\n"))
         console.print(_bytes(pool["bytes"]))
         if pool["stock"] is not None:
-            _stock(console, pool["stock"])
+            _stock(console, pool["stock"], pool["bytes"]["claimed"])
         for what in ("export", "deployment", "report"):
             console.print(Text(f"{what + ':':<12}{pool[what]}"), soft_wrap=True)
     stages = Counter(stage for stage, _ in document["ran"])
@@ -134,13 +138,16 @@ def print_build(document: Mapping[str, Any]) -> None:
     console.print(f"Ran {ran}; {count(scored, 'evaluation')}." if ran else "Nothing was stale, nothing ran.")
 
 
-def _stock(console: Console, plan: Mapping[str, Any]) -> None:
+def _stock(console: Console, plan: Mapping[str, Any], claimed: int) -> None:
     console.print(Text(f"Stock adapters: {plan['told']}."))
     for base, models in plan["bases"].items():
         console.print(Text(f"  {base}: {', '.join(models)}"))
     for model, why in plan["ordinary"].items():
         first = f", first {why['first']} ({why['count']} in all, {size(why['nbytes'])})" if why["first"] else ""
         console.print(Text(f"  {model} is none: it {why['reason']}{first}"))
+    if plan["bases"]:
+        console.print(Text(notes.engines(claimed, plan["weights_bytes_before"], plan["weights_bytes"])))
+        console.print(Text(f"{notes.STOCK[-1]}\n"))
 
 
 def _models(name: str, pool: Mapping[str, Any]) -> _Titled:
@@ -180,7 +187,8 @@ def _verdict(held: bool) -> Text:
 
 def _bytes(found: Mapping[str, int]) -> _Titled:
     whole = found["checkpoints"]
-    rows = [(words, size(found[key]), f"{found[key]:,}", percent(found[key], whole)) for key, words in _BYTES.items()]
+    told = {key: words for key, words in _BYTES.items() if key != "added" or found[key]}
+    rows = [(words, size(found[key]), f"{found[key]:,}", percent(found[key], whole)) for key, words in told.items()]
     return _table("Bytes", ("bytes", "size", "exactly", "of all"), rows, words=1)
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sandhi_core.deploy.vllm import served_dtype
+from sandhi_core.deploy import vllm
 from sandhi_core.errors import ServingError, UsageError
 from sandhi_core.memory import Holder, holder, weights_in
 from sandhi_core.pool import DeploySettings
 from sandhi_core.serving.census import WORKER
 from sandhi_core.serving.completions import fetch
-from sandhi_core.serving.processes import Server, vllm_command
+from sandhi_core.serving.processes import QUIET, Server
 
 Engine = Literal["transformers", "vllm"]
 PYTHON = "SANDHI_VLLM_PYTHON"
@@ -162,11 +162,11 @@ def _started(model: str, directory: Path, python: str, logs: Path, running: Exit
     sizes = ["--max-model-len", str(context_of(directory)), "--kv-cache-memory-bytes", str(_CACHE)]
     ((dtype, _),) = weights_in(directory).most_common(1)
     # By itself vLLM would serve float32 in another dtype: a copy, and other answers.
-    extra = ["--dtype", served_dtype(model, dtype), "--enforce-eager", *sizes, "--worker-extension-cls", WORKER]
-    command = vllm_command(directory, model, port, python=python, plugin=plugin, extra=extra)
+    options = vllm.served([model], vllm.served_dtype(model, dtype), plugin)
+    options += ("--enforce-eager", *sizes, "--worker-extension-cls", WORKER)
+    command = vllm.command(directory.parent, directory.name, options, port, python=python)
     settings = _environment() | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # its workers can be asked; it listens on this machine alone
     }
     server = Server.start(model, command, port=port, log=logs / f"{model}.log", environment=settings)
@@ -180,7 +180,7 @@ def _started(model: str, directory: Path, python: str, logs: Path, running: Exit
 def _environment() -> dict[str, str]:
     package = str(Path(__file__).resolve().parents[2])
     paths = filter(None, (package, os.environ.get("PYTHONPATH", "")))
-    return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **QUIET}
 
 
 def context_of(directory: Path) -> int:

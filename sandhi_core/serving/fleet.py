@@ -13,12 +13,11 @@ from typing import Any
 
 from sandhi_core.errors import ServingError, UsageError
 from sandhi_core.memory import Holder, Identity, Span, WeightFiles, accounts, mappings, weight_files
+from sandhi_core.serving.gpu import Owner, owners
 from sandhi_core.serving.members import Deployed, Member
-from sandhi_core.serving.processes import GRACE, Server, require_free, shown_host
+from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host
 from sandhi_core.serving.render.litellm import proxy_config
 
-QUIET: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-"""Servers fetch nothing and report to nobody: what they serve lies here."""
 PROXY = "litellm.proxy.proxy_cli"
 KEY = "LITELLM_MASTER_KEY"
 """The environment variable with the key that LiteLLM's proxy asks of requests; without one it does not start."""
@@ -38,26 +37,40 @@ class Settings:
     ready_timeout: float = 900.0
     grace: float = GRACE
     logs: Path | None = None
-    extra: Sequence[str] = ()
 
 
 @dataclass
 class Fleet:
-    """The servers that run, by the name of their member, and the proxy before them."""
+    """The servers that run, by the name of their member, the owners of GPUs behind and the proxy before them."""
 
     deployed: Deployed
     settings: Settings
     servers: dict[str, Server] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    owners: list[Server] = field(default_factory=list)
     proxy: Server | None = None
+
+    def start_owner(self, owner: Owner, log: Path) -> float:
+        """Start what holds shared tensors on a GPU; returns the seconds until engines can attach. Raises
+        ServingError."""
+        server = Server.start(
+            f"owner {owner.rank}",
+            owner.command(self.deployed.root, self.settings.python),
+            port=None,
+            health=owner.socket,
+            log=log,
+            grace=self.settings.grace,
+        )
+        self.owners.append(server)
+        return server.wait_ready(self.settings.ready_timeout, self.require_alive)
 
     def start(self, member: Member, log: Path) -> None:
         """Start one server and wait until it is ready. Raises ServingError."""
         settings = self.settings
         server = Server.start(
             member.name,
-            member.command(self.deployed.root, python=settings.python, host=settings.host, extra=settings.extra),
+            member.command(self.deployed.root, python=settings.python, host=settings.host),
             port=member.port,
             log=log,
             host=settings.host,
@@ -86,12 +99,13 @@ class Fleet:
             log=log,
             host=settings.host,
             health="/health/liveliness",
-            environment=QUIET if os.environ.get(KEY) else {**QUIET, **open_here},
+            environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True"} | ({} if os.environ.get(KEY) else open_here),
             grace=settings.grace,
         )
         self.seconds["proxy"] = self.proxy.wait_ready(settings.ready_timeout, self.require_alive)
 
     def all(self) -> Iterator[Server]:
+        yield from self.owners
         yield from self.servers.values()
         if self.proxy is not None:
             yield self.proxy
@@ -116,6 +130,7 @@ class Fleet:
             "export": str(self.deployed.root),
             "manifest": self.deployed.manifest.digest,
             "pool": self.deployed.spec.pool,
+            "owners": [{"socket": o.url, "log": str(o.log), "pids": list(o.pids())} for o in self.owners],
             "servers": [self._row(member, taken[name]) for name, member in self.members.items()],
             "memory": {part: sum(of[part] for of in taken.values()) for part in ("rss", "pss")},
             "proxy": None if self.proxy is None else f"{self.proxy.url}/v1",
@@ -169,6 +184,10 @@ def running(
         logs = stack.enter_context(_logs(settings.logs))
         fleet = Fleet(deployed, settings)
         stack.callback(fleet.stop)
+        for owner in _owners(members):
+            say(f"starting the owner of shared tensors on GPU {owner.rank}")
+            seconds = fleet.start_owner(owner, logs / f"owner-{owner.rank}.log")
+            say(f"it is ready after {seconds:.0f} s")
         for place, member in enumerate(members, 1):
             say(f"starting {member.name} ({place} of {len(members)}, {member.engine}) on port {member.port}")
             fleet.start(member, logs / f"{member.name}.log")
@@ -195,6 +214,10 @@ def commands(deployed: Deployed, members: Sequence[Member], settings: Settings) 
         "export": str(deployed.root),
         "manifest": deployed.manifest.digest,
         "pool": deployed.spec.pool,
+        "owners": [
+            {"socket": f"unix:{owner.socket}", "command": list(owner.command(deployed.root, settings.python))}
+            for owner in _owners(members)
+        ],
         "servers": [
             {
                 "name": member.name,
@@ -203,14 +226,18 @@ def commands(deployed: Deployed, members: Sequence[Member], settings: Settings) 
                 "url": f"{url}:{member.port}/v1",
                 "health": f"{url}:{member.port}/health",
                 "metrics": member.metrics and f"{url}:{member.port}{member.metrics}",
-                "command": list(
-                    member.command(deployed.root, python=settings.python, host=settings.host, extra=settings.extra)
-                ),
+                "command": list(member.command(deployed.root, python=settings.python, host=settings.host)),
             }
             for member in members
         ],
         "proxy": None if settings.proxy is None else f"{url}:{settings.proxy_port}/v1",
     }
+
+
+def _owners(members: Sequence[Member]) -> list[Owner]:
+    """One for each rank, where a member needs them: all of an export go by the same."""
+    needed = {(member.owner, member.ranks) for member in members if member.owner is not None}
+    return [owner for path, ranks in sorted(needed) for owner in owners(path, ranks)]
 
 
 def _local(host: str) -> bool:

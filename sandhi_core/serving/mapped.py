@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -28,13 +28,21 @@ from sandhi_core.records import ExportedTensor, Manifest
 from sandhi_core.rungs.residual import Residual
 from sandhi_core.safetensors_file import FormatError, Place, header_of, tensor_over
 from sandhi_core.savings import worth_a_file
-from sandhi_core.survey_files import FileIdentity
+from sandhi_core.survey_files import FileIdentity, read_json
 
 Digests = Literal["full", "sampled", "off"]
 """How much of what is mapped is held to the manifest's digests: every tensor, some of them, none."""
 
 _SAMPLE = 32  # one tensor of so many
 _READERS = 8  # threads that hash at once: sha256 leaves the interpreter to others
+
+
+def drawn(names: Collection[str], salt: str, how: Digests) -> list[str]:
+    """The tensors that are looked at, sorted: of a salt always the same ones."""
+    if how == "off":
+        return []
+    order = sorted(names, key=lambda name: hashlib.sha256(f"{salt} {name}".encode()).digest())
+    return sorted(order if how == "full" else order[: max(len(order) // _SAMPLE, 1)])
 
 
 class _Mapping(mmap.mmap):
@@ -176,7 +184,7 @@ class MappedModel:
         Raises ProofError for the first tensor, by name, that is another.
         """
         with ThreadPoolExecutor(_READERS) as readers:
-            chosen = self._chosen(how)
+            chosen = drawn(self.tensors, f"{self.manifest.digest} {self.model}", how)
             for name, found in zip(chosen, readers.map(self._digest, chosen), strict=True):
                 if found != self.tensors[name].digest:
                     raise ProofError(
@@ -198,16 +206,17 @@ class MappedModel:
         found = residual_among(self.tensors, weight, self.model, self.directory)
         return Residual(**{part: self.tensor(name) for part, name in found.items()}) if found else None
 
+    def config(self) -> dict[str, Any]:
+        """Its config.json. Raises CheckpointError where that cannot be read."""
+        path = self.directory / "config.json"
+        try:
+            return read_json(path)
+        except (OSError, ValueError) as error:
+            raise _damaged(self.model, path, f"cannot be read: {error}") from None
+
     def _raw(self, name: str) -> memoryview:
         shard, there = self._held[name]
         return shard.raw(there)
-
-    def _chosen(self, how: Digests) -> list[str]:
-        if how == "off":
-            return []
-        salt = f"{self.manifest.digest} {self.model} "
-        drawn = sorted(self.tensors, key=lambda name: hashlib.sha256((salt + name).encode()).digest())
-        return sorted(drawn if how == "full" else drawn[: max(len(drawn) // _SAMPLE, 1)])
 
     def _digest(self, name: str) -> str:
         tensor = self.tensors[name]

@@ -1,23 +1,28 @@
 """An export's servers as its deployment.json has them, and the commands that start them from where the export lies."""
 
+import json
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from sandhi_core.adapters import all_there
 from sandhi_core.assignment import factors_among
+from sandhi_core.deploy import vllm
 from sandhi_core.deploy.bases import BaseServer
 from sandhi_core.deploy.check import check_deployment
 from sandhi_core.deploy.spec import DeploymentSpec, Engine, Server
-from sandhi_core.deploy.vllm import FIRST_PORT, METRICS, PLUGIN
 from sandhi_core.disk import LINKS
 from sandhi_core.errors import PreflightError, ProofError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, unlinked
 from sandhi_core.records import Manifest
+from sandhi_core.serving.gpu import Device, socket_path
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.processes import VLLM, transformers_command
+from sandhi_core.serving.processes import transformers_command
+from sandhi_core.serving.slices import matrices
+from sandhi_core.serving.vllm_plugin.flags import EXTRA_CONFIG, engine_of
+from sandhi_core.serving.vllm_plugin.provider import opened as opened_model
+from sandhi_core.serving.vllm_plugin.refuse import require_servable
 
 PLACES = 1000
 """Ports from the first on that servers of one pool may take."""
@@ -41,12 +46,14 @@ class Member:
     directory: str  # relative to the export
     engine: Engine
     port: int
-    options: tuple[str, ...]  # beside directory and address; the export's path is left open
+    options: tuple[str, ...]  # beside directory, adapters and address
     metrics: str | None  # path, for Prometheus
     maps: bool  # shared tensors, rather than copy them
     private_bytes: int  # of weights, that no other holds
     shared_bytes: int  # of weights, that others hold too
-    kv_bytes: int | None  # of the cache; None leaves it to the engine
+    adapters: Mapping[str, str] = field(default_factory=dict)  # directories in the export, by model
+    ranks: int = 1  # of tensor parallelism
+    owner: str | None = None  # sockets of the processes that have to own what it maps, before it starts (gpu.RANK)
 
     @property
     def host_name(self) -> str:
@@ -54,17 +61,14 @@ class Member:
         label = re.sub(r"[^a-z0-9]", "-", self.name.lower()).rstrip("-")
         return (label if label[0].isalpha() else f"m-{label}")[:63].rstrip("-")
 
-    def command(self, export: PurePath, *, python: str, host: str, extra: Sequence[str] = ()) -> tuple[str, ...]:
-        """What starts it where the export lies at `export`; `extra` comes last, so that it counts. To be run in that
-        directory: `transformers serve` names a model by its path as given."""
-        address = ("--host", host, "--port", str(self.port))
+    def command(self, export: PurePath, *, python: str, host: str) -> tuple[str, ...]:
+        """What starts it where the export lies at `export`. To be run in that directory: `transformers serve` names a
+        model by its path as given."""
         if self.engine == "transformers":
-            return transformers_command(Path(self.directory), self.port, python=python, host=host, extra=extra)
-        options = (word.replace(_EXPORT, str(export)) for word in self.options)
-        return (python, "-m", VLLM, "--model", str(export / self.directory), *options, *address, *extra)
-
-
-_EXPORT = "\0"  # stands for the export's directory in options; no word of a command can hold it
+            return transformers_command(Path(self.directory), self.port, python=python, host=host, extra=self.options)
+        return vllm.command(
+            export, self.directory, self.options, self.port, python=python, host=host, adapters=self.adapters
+        )
 
 
 def opened(export: Path) -> Deployed:
@@ -93,58 +97,79 @@ def opened(export: Path) -> Deployed:
 
 
 def members(
-    deployed: Deployed, *, engine: Engine | None = None, only: Collection[str] = (), port_base: int | None = None
+    deployed: Deployed,
+    *,
+    engine: Engine | None = None,
+    only: Collection[str] = (),
+    port_base: int | None = None,
+    device: Device = "cpu",
+    extra: Sequence[str] = (),
 ) -> tuple[Member, ...]:
     """The servers in starting order: of all models, or those that answer for `only`. `engine`: another than the
     deployment's, for every model that is no adapter. Ports count from `port_base`, of all servers whether `only` names
-    them or not.
+    them or not. `device`: what engines compute on. `extra`: options of all, after their own, so that they count.
 
     Raises UsageError for a model that is not there or ports beyond 65535, ServingError where the engine would leave
-    out what a model adds to shared tensors.
+    out what a model adds to shared tensors, PreflightError where the plugin cannot serve a model with its options.
     """
     known = deployed.manifest.models.keys()
     if unknown := sorted(set(only) - known):
         remedy = f"it holds {', '.join(sorted(known))}"
         raise UsageError(f"the export holds no model {', '.join(unknown)}", remedy=remedy)
-    first = FIRST_PORT if port_base is None else port_base
+    first = vllm.FIRST_PORT if port_base is None else port_base
     if not 0 < first <= 65535 - PLACES:
         raise UsageError(f"ports from {first} on", remedy=f"choose a first port from 1 to {65535 - PLACES}")
-    found = tuple(_members(deployed, engine, first))
-    chosen = tuple(member for member in found if not only or set(only) & set(member.models))
+    found = (replace(member, options=(*member.options, *extra)) for member in _members(deployed, engine, first))
+    chosen = [member for member in found if not only or set(only) & set(member.models)]
     for member in chosen:
         _refuse_left_out(deployed, member)
-    return chosen
+    path = socket_path(first)
+    return tuple(_mapping(deployed, m, device, path) if m.maps and m.engine == "vllm" else m for m in chosen)
+
+
+def _mapping(deployed: Deployed, member: Member, device: Device, path: str) -> Member:
+    """A member whose engine has the plugin, on this device: on a GPU it is told its owner, by default one at `path`."""
+    engine = engine_of(member.options, device)
+    if device == "cuda" and engine.options.owner is None:
+        given = json.dumps({"digests": engine.options.digests, "owner": path})
+        member = replace(
+            member, options=(*member.options, EXTRA_CONFIG, given), ranks=engine.tensor_parallel, owner=path
+        )
+        engine = engine_of(member.options, device)
+    model, config = opened_model(deployed.root / member.directory)
+    require_servable(model.model, config, matrices(model.tensors, model.shared()), engine)
+    return member
 
 
 def _members(deployed: Deployed, engine: Engine | None, first: int) -> Iterator[Member]:
     spec = deployed.spec
     for place, base in enumerate(spec.bases):
-        yield _base(base, first + place, spec.export)
+        yield _base(base, first + place)
     for place, server in enumerate(spec.servers, len(spec.bases)):
-        yield _server(server, first + place, spec, engine or server.engine)
+        yield _server(server, first + place, engine or server.engine)
 
 
-def _base(base: BaseServer, port: int, export: str) -> Member:
+def _base(base: BaseServer, port: int) -> Member:
     return Member(
         name=base.base,
         models=tuple(adapted.model for adapted in base.models),
         directory=base.base,
         engine="vllm",
         port=port,
-        options=_options(base.command, export),
+        options=base.options,
+        adapters=base.adapters,
         metrics=base.metrics,
         maps=False,
         private_bytes=base.memory.weights_bytes + base.memory.adapter_bytes,
         shared_bytes=0,
-        kv_bytes=_kv_bytes(base.command),
     )
 
 
-def _server(server: Server, port: int, spec: DeploymentSpec, engine: Engine) -> Member:
-    if engine == server.engine == "vllm":
-        options = _options(server.command, spec.export)
+def _server(server: Server, port: int, engine: Engine) -> Member:
+    if engine == server.engine:
+        options = server.options
     else:
-        options = ("--served-model-name", server.model, "--dtype", server.dtype, *PLUGIN) if engine == "vllm" else ()
+        options = vllm.served([server.model], server.dtype, plugin=True) if engine == "vllm" else ()
     return Member(
         name=server.model,
         models=(server.model,),
@@ -152,26 +177,11 @@ def _server(server: Server, port: int, spec: DeploymentSpec, engine: Engine) -> 
         engine=engine,
         port=port,
         options=options,
-        metrics=METRICS if engine == "vllm" else None,
-        maps=engine == "transformers" or PLUGIN[0] in options,
+        metrics=vllm.METRICS if engine == "vllm" else None,
+        maps=engine == "transformers" or vllm.PLUGIN[0] in options,
         private_bytes=server.memory.private_bytes,
         shared_bytes=server.memory.shared_bytes,
-        kv_bytes=_kv_bytes(options),
     )
-
-
-def _options(command: Sequence[str], export: str) -> tuple[str, ...]:
-    """What follows `vllm serve DIRECTORY` in a command of a deployment, but for the port; the export's path in it is
-    left open."""
-    words = list(command[3:])
-    at = words.index("--port")
-    del words[at : at + 2]
-    return tuple(word.replace(f"={export}/", f"={_EXPORT}/") for word in words)
-
-
-def _kv_bytes(options: Sequence[str]) -> int | None:
-    given = dict(pairwise(options)).get("--kv-cache-memory-bytes")
-    return None if given is None else int(given)
 
 
 def _refuse_left_out(deployed: Deployed, member: Member) -> None:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from sandhi_core.deploy.vllm import PLUGIN
 from sandhi_core.errors import ServingError
 from sandhi_core.serving import keeper as keeper_module
 from sandhi_core.serving.keeper import descendants
@@ -23,19 +22,22 @@ GRACE = 15.0  # seconds that a server gets to end by itself
 _MARGIN = 15.0  # seconds that its keeper gets beyond that, and again once it is killed
 _TICK = 0.1  # seconds between two looks at a server that is not ready
 _ASKING = 5.0  # seconds for one answer of a server
-VLLM = "vllm.entrypoints.openai.api_server"
-"""vLLM's server by its module: the `vllm` command is there only where a distribution of that name is installed."""
+QUIET: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""The environment of engines that fetch nothing and report to nobody: what they serve lies here."""
 _SHOWN = 12  # last lines of a log that an error shows
 
 
 class Server:
     """One running server: its command, everything that this starts, its log.
 
-    `url` is its address without a path; `log` holds what it writes. A context manager: its end is the server's, also
-    on KeyboardInterrupt. A server does not outlive whoever started it, even one that is killed (see keeper.py).
+    `url` is its address without a path (with a unix socket: that); `log` holds what it writes. A context manager: its
+    end is the server's, also on KeyboardInterrupt. A server does not outlive whoever started it, even one that is
+    killed (see keeper.py).
     """
 
-    def __init__(self, name: str, url: str, health: str, log: Path, keeper: "subprocess.Popen[bytes]", grace: float):
+    def __init__(
+        self, name: str, url: str, health: "str | Path", log: Path, keeper: "subprocess.Popen[bytes]", grace: float
+    ):
         self.name, self.url, self.log = name, url, log
         self._health, self._keeper, self._grace = health, keeper, grace
 
@@ -45,21 +47,22 @@ class Server:
         name: str,
         command: Sequence[str],
         *,
-        port: int,
+        port: int | None,
         log: Path,
         host: str = "127.0.0.1",
-        health: str = "/health",
+        health: str | Path = "/health",
         directory: Path | None = None,
         environment: Mapping[str, str] | None = None,
         grace: float = GRACE,
     ) -> "Server":
-        """Start `command` in `directory` (by default this process's), which will listen on `port` of `host`; returns
-        at once.
+        """Start `command` in `directory` (by default this process's), which will listen on `port` of `host`, or with
+        `health` a Path and no port on that socket once it is ready; returns at once.
 
         `log` is written anew. `environment` is added to this process's. `grace`: seconds between SIGTERM and SIGKILL
         at its end. Raises ServingError where the port is taken, and OSError where the log cannot be written.
         """
-        require_free(name, host, port)
+        if port is not None:
+            require_free(name, host, port)
         with log.open("wb") as output:
             keeper = subprocess.Popen(
                 # By its file: it needs nothing but the standard library, and the server's PYTHONPATH is the server's.
@@ -71,11 +74,12 @@ class Server:
                 env=os.environ | dict(environment or {}),
                 start_new_session=True,  # Ctrl-C reaches only us
             )
-        return cls(name, f"http://{shown_host(host)}:{port}", health, log, keeper, grace)
+        url = f"unix:{health}" if port is None else f"http://{shown_host(host)}:{port}"
+        return cls(name, url, health, log, keeper, grace)
 
     def wait_ready(self, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> float:
-        """Wait until GET of the health path answers 200; returns the seconds that took. `meanwhile` is called again and
-        again: what it raises ends the waiting.
+        """Wait until GET of the health path answers 200, or its socket takes connections; returns the seconds that
+        took. `meanwhile` is called again and again: what it raises ends the waiting.
 
         Raises ServingError where the server ends before that, or is not ready within `timeout` seconds; both show
         the last lines of its log, and leave what runs to `stop`.
@@ -149,7 +153,12 @@ class Server:
 
     def _healthy(self) -> bool:
         try:
-            self.get(self._health, _ASKING)
+            if isinstance(self._health, Path):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(_ASKING)
+                    probe.connect(str(self._health))
+            else:
+                self.get(self._health, _ASKING)
         except (OSError, ValueError):  # nobody listens yet, or it answers that it is not ready
             return False
         return True
@@ -198,22 +207,6 @@ def require_free(name: str, host: str, port: int) -> None:
                 if taken
                 else "give an address of this machine, and a port that you may listen on",
             ) from None
-
-
-def vllm_command(
-    directory: Path,
-    model: str,
-    port: int,
-    *,
-    python: str = "python3",
-    plugin: bool,
-    host: str = "127.0.0.1",
-    extra: Sequence[str] = (),
-) -> tuple[str, ...]:
-    """The command of vLLM's OpenAI server (vLLM 0.32) for one exported model, answering by the name `model`."""
-    module = [python, "-m", VLLM]
-    served = ["--model", str(directory), "--served-model-name", model, "--host", host, "--port", str(port)]
-    return (*module, *served, *(PLUGIN if plugin else ()), *extra)
 
 
 def transformers_command(

@@ -10,6 +10,8 @@ from sandhi_core.errors import Problem
 def planned(document: Mapping[str, Any]) -> str:
     """Commands in starting order, each a line for a shell, below a comment with its address."""
     lines = []
+    for owner in document["owners"]:
+        lines += [f"# owner of shared tensors on a GPU: {owner['socket']}", shlex.join(owner["command"])]
     for server in document["servers"]:
         lines += [f"# {', '.join(server['models'])}: {server['url']}", shlex.join(server["command"])]
     return "".join(f"{line}\n" for line in lines)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from sandhi_core.deploy import vllm
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.deploy.stock import lora_rank
 from sandhi_core.layout import DEPLOYMENT
@@ -30,14 +31,14 @@ def test_one_command_serves_a_base_and_its_adapters_by_their_names(root: Path) -
     found = spec(root)
     (base,) = found.bases
     assert tuple(model.model for model in base.models) == ADAPTED
-    command = list(base.command)
-    assert command[:5] == ["vllm", "serve", str(root / base.base), "--served-model-name", "cat"]
+    command = shlex.split(base.shell)
+    assert command[2:7] == [vllm.MODULE, "--model", str(root / base.base), "--served-model-name", "cat"]
     assert command[9:14] == ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
     at = command.index("--lora-modules")
     assert command[at + 1 : at + 3] == [f"{n}={root / f'{n}.adapter'}" for n in ("ann", "ben")]
-    modules = command[command.index("--lora-target-modules") + 1 : at]
+    start = command.index("--lora-target-modules") + 1
+    modules = command[start : command.index("--max-model-len")]
     assert modules and all(module.endswith("_proj") for module in modules) and modules == sorted(modules)
-    assert shlex.split(base.shell) == command
     assert any("bfloat16 and float16 only" in note for note in base.notes)  # these models are float32
 
 
@@ -56,12 +57,12 @@ def test_with_the_plugin_it_is_vllm_and_bases_stay_stock(tmp_path: Path) -> None
     root = deployed(case)
     found = spec(root)
     assert {server.engine for server in found.servers} == {"vllm"} and verify(root)[1]
-    assert all("--quantization" in server.command for server in found.servers)
-    assert [base.metrics for base in found.bases] == ["/metrics"] and "--quantization" not in found.bases[0].command
+    assert all("--quantization" in server.options for server in found.servers)
+    assert [base.metrics for base in found.bases] == ["/metrics"] and "--quantization" not in found.bases[0].options
     assert found.stock_memory is not None
     for server in found.servers:  # what these share is not taken off beside bases
-        at = server.command.index("--kv-cache-memory-bytes")
-        assert server.command[at + 1] == str(found.stock_memory.share_bytes)
+        at = server.options.index("--kv-cache-memory-bytes")
+        assert server.options[at + 1] == str(found.stock_memory.share_bytes)
 
 
 def test_the_base_is_counted_once_and_buffers_for_every_adapter(root: Path) -> None:
@@ -72,8 +73,8 @@ def test_the_base_is_counted_once_and_buffers_for_every_adapter(root: Path) -> N
     manifest = json.loads((root / "sandhi.json").read_text())
     held = manifest["models"]["cat"]["tensors"]
     assert base.memory.weights_bytes == sum(t["nbytes"] for t in held.values())
-    at = base.command.index("--lora-target-modules")
-    adapted = {m for m in base.command[at:] if m.endswith("_proj")}
+    at = base.options.index("--lora-target-modules")
+    adapted = {m for m in base.options[at:] if m.endswith("_proj")}
     for together in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}):
         adapted |= together if adapted & together else set()
     wide = sum(sum(t["shape"]) for n, t in held.items() if n.split(".")[-2] in adapted)
@@ -86,7 +87,7 @@ def test_the_base_is_counted_once_and_buffers_for_every_adapter(root: Path) -> N
     everything = found.stock_memory.weights_bytes + found.stock_memory.reserve_bytes + 6 * share
     assert 0 <= found.stock_memory.device_bytes - everything < 6
     (far,) = (s for s in found.servers if s.model == "far")
-    assert far.command[far.command.index("--kv-cache-memory-bytes") + 1] == str(share)
+    assert far.options[far.options.index("--kv-cache-memory-bytes") + 1] == str(share)
 
 
 @pytest.mark.parametrize("rank", range(1, 512, 7))
@@ -104,7 +105,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "stock.max_rank": lambda d: d["stock"].update(max_rank=8),
     "stock.ordinary.dot.count": lambda d: d["stock"]["ordinary"]["dot"].update(count=2),
     "stock_memory.weights_bytes": lambda d: d["stock_memory"].update(weights_bytes=1),
-    "bases.*.command": lambda d: d["bases"][0]["command"].__setitem__(2, "/elsewhere"),
+    "bases.*.options": lambda d: d["bases"][0]["options"].__setitem__(1, "other"),
     "bases.*.memory.adapter_bytes": lambda d: d["bases"][0]["memory"].update(adapter_bytes=1),
     "bases.*.models": lambda d: d["bases"][0]["models"][0].update(rank=1),
     "servers.dot.engine": lambda d: next(s for s in d["servers"] if s["model"] == "dot").update(engine="vllm"),

@@ -72,6 +72,17 @@ def test_unknown_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load(folder, "leters")
 
 
+@pytest.mark.parametrize(("written", "remedy"), [("leters", "did you mean letters?"), ("arc", "name a single task")])
+def test_a_mistyped_task_is_told_what_was_meant(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, written: str, remedy: str
+) -> None:
+    choice_task(folder)
+    monkeypatch.setattr(requests, "_own_tasks", lambda: TaskManager(include_defaults=False))
+    with pytest.raises(TaskError) as caught:
+        load(folder, written)
+    assert caught.value.problem.remedy.startswith(remedy)
+
+
 def test_a_group_of_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = folder.parent / "own"
     choice_task(own)

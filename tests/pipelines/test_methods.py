@@ -250,6 +250,21 @@ def test_one_model_that_went_its_own_way_is_left_out_of_the_average(tiny_pool: P
     assert all(len(g.members) == 4 and set(g.compared) == {"mean"} for g in found)
 
 
+def test_a_base_that_is_a_model_of_the_pool_too_is_held_by_it_as_its_own(tiny_pool: PoolWriter, tmp_path: Path) -> None:
+    for seed, name in enumerate(NAMES):
+        fine_tune(tiny_llama(tmp_path / name, seed=1), seed=50 + seed, moved=0.01 * seed)
+    (pool,) = built(tiny_pool(NAMES, merging={"methods": ["base"], "bases": ["a"]}), tmp_path / "root")[
+        "pools"
+    ].values()
+    assert pool["models"]["a"]["original"] == pool["models"]["a"]["merged"]
+    tensors = {m: model.tensors for m, model in read_manifest(Path(pool["export"])).models.items()}
+    held = {n: t for n, t in tensors["a"].items() if t.sharing != "private" and "proj" in n}
+    assert held and {t.sharing for t in held.values()} == {"duplicate"}
+    for name, tensor in held.items():
+        assert {t[name].digest for t in tensors.values() if t[name].sharing == "merged"} == {tensor.digest}
+    assert pool["bytes"]["claimed"] == pool["bytes"]["verified_disk"] > 0
+
+
 def test_bases_that_do_not_fit_are_told_before_anything_runs(tiny_pool: PoolWriter, tmp_path: Path) -> None:
     tiny_llama(tmp_path / "wide", hidden_size=64)
     pool = tiny_pool(["a", "b"], merging={"methods": ["mean", "base"], "bases": ["wide", "missing/base/x"]})

@@ -10,7 +10,7 @@ from pipelines.reporting import report, report_pool
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import HoldoutScore, OperatingPoints
-from tests.pipelines.conftest import Line
+from tests.pipelines.conftest import Line, PoolWriter, built, sandhi
 from tests.synthetic import holdout, points_at
 
 
@@ -82,6 +82,27 @@ def test_of_a_folder_what_was_built_is_reported_and_what_was_not_is_named(walked
     pages, problems = report(file.parent, artifacts.root)
     assert [page.parent.name for page in pages] == ["pool"]
     assert len(problems) == 1 and "pool other" in problems[0].message
+
+
+def test_a_report_says_where_the_pool_file_was_changed_since_or_never_built(
+    tiny_pool: PoolWriter, tmp_path: Path
+) -> None:
+    pool, root = tiny_pool(["a", "b"]), tmp_path / "root"
+    built(pool, root)
+    status, out, err = sandhi("report", pool, "--root", root)
+    assert status == 0 and "outdated" not in Path(out.strip()).read_text().partition("<main>")[2], err
+    tiny_pool(["a", "b", "c"], budget=0.8)
+    status, out, err = sandhi("report", pool, "--root", root)
+    page = Path(out.strip()).read_text()
+    assert status == 0, err
+    assert "<li>Models of the pool file that are not in the export: c.</li>" in page
+    assert "<li>Never ran: checkpoint of c; profile of c;" in page and "may change with it: groups of tiny." in page
+    other = pool.with_name("other.yaml")
+    other.write_text(yaml.safe_dump(yaml.safe_load(pool.read_text()) | {"name": "other"}))
+    status, out, err = sandhi("report", other, "--root", root)
+    assert status == 0 and "operating_points; merged_weights; sharing_proof; deployment.</li>" in (
+        Path(out.strip()).read_text()
+    ), err
 
 
 @pytest.mark.slow

@@ -111,4 +111,4 @@ def test_deployment_names_the_loader(ladder: Line) -> None:
     spec = json.loads(Path(ladder.result["deployment"]).read_text())
     assert spec["engine"] == "transformers"
     for server in spec["servers"]:
-        assert server["port"] is None and server["command"][:3] == ["python3", "-m", "sandhi_core.serving.look"]
+        assert server["port"] is None and server["shell"].startswith("python3 -m sandhi_core.serving.look ")

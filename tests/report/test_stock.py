@@ -1,12 +1,18 @@
 """How far a plan of adapters is complete, as the page tells it."""
 
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 from sandhi_core.adapters import stock_plan
+from sandhi_core.deploy.spec import DeploymentSpec
+from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.pool import Adapters
 from sandhi_core.records import ExportedModel
 from sandhi_core.report import ReportData, page, write_report
+from sandhi_core.report.words import size
+from tests.adapted import adapted_case
+from tests.deployed import deployed
 
 
 def asked(data: ReportData) -> ReportData:
@@ -47,6 +53,20 @@ def test_the_page_names_every_model_and_why_it_is_none(data: ReportData, tmp_pat
     assert tile.detail == "models are adapters of 1 base, for stock servers"
     text = write_report(tmp_path, found).read_text()
     assert base.directory in text and 'id="stock"' in text
+
+
+def test_the_page_tells_what_engines_hold_beside_what_is_claimed(data: ReportData, tmp_path: Path) -> None:
+    root = deployed(adapted_case(tmp_path / "case"))
+    spec = DeploymentSpec.parse((root / DEPLOYMENT).read_bytes())
+    assert spec.stock_memory is not None
+    found = replace(planned(data), deployment=spec)
+    text = unescape(write_report(tmp_path / "report", found).read_text())
+    stock = text[text.index('id="stock"') :]
+    for nbytes in (spec.claims.claimed, spec.memory.weights_bytes_before, spec.stock_memory.weights_bytes):
+        assert size(nbytes) in stock
+    assert "vLLM keeps buffers for every adapter" in stock and "its answers were not scored" in stock
+    (rounding,) = spec.rounding
+    assert f"Quality was {rounding}." in text[text.index('id="quality"') : text.index('id="bytes"')]
 
 
 def test_before_an_export_nothing_is_measured(data: ReportData) -> None:

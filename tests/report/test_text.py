@@ -40,10 +40,12 @@ def build_document(**changes: Any) -> dict[str, Any]:
                 "bytes": {
                     "checkpoints": 1000,
                     "duplicates": 100,
+                    "added": 0,
                     "claimed": 500,
                     "verified_disk": 500,
                     "verified_memory": 480,
                 },
+                "rounding": [],
                 "stock": None,
                 "export": "/srv/exports/demo/0123",
                 "report": "/srv/reports/demo/report.html",
@@ -200,12 +202,37 @@ def test_build_tells_how_far_the_plan_of_adapters_is_complete(capsys: pytest.Cap
             "c": {"reason": "holds other tensors than a", "first": "model.norm.weight", "count": 3, "nbytes": 2**20},
             "d": {"reason": "is alone", "first": None, "count": 0, "nbytes": 0},
         },
+        "weights_bytes_before": 3 * 2**20,
+        "weights_bytes": 2**20,
     }
     print_build(document)
     out = capsys.readouterr().out
     assert "Stock adapters: 2 of 4 models are adapters of one base.\n  base.0123: [red]a, b\n" in out
     assert "  c is none: it holds other tensors than a, first model.norm.weight (3 in all, 1.00 MiB)\n" in out
     assert "  d is none: it is alone\n" in out
+    assert (
+        "Claimed are 500 B. Engines with adapters hold 1.00 MiB of weights in place of 3.00 MiB, 2.00 MiB less" in out
+    )
+    assert "its answers were not scored.\n" in out
+
+
+def test_build_says_that_scores_are_of_another_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    document = build_document()
+    print_build(document)
+    assert "Quality was" not in capsys.readouterr().out
+    document["pools"]["demo"]["rounding"] = ["scored in float32; served in bfloat16"]
+    print_build(document)
+    assert "\nQuality was scored in float32; served in bfloat16.\n" in capsys.readouterr().out
+
+
+def test_what_residuals_add_is_a_row_where_they_add_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    document = build_document()
+    print_build(document)
+    assert "added by residuals" not in capsys.readouterr().out
+    document["pools"]["demo"]["bytes"]["added"] = 20
+    print_build(document)
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "added by residuals" in line]
+    assert row == ["added", "by", "residuals", "20", "B", "20", "2.0", "%"]
 
 
 def servers(pss: int, others: int = 0) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import atexit
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -21,11 +23,14 @@ from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import PreflightError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.pool import DeploySettings
+from sandhi_core.serving import gpu
+from sandhi_core.serving.fleet import _owners
 from sandhi_core.serving.members import members, opened
 from tests.adapted import adapted_case
 from tests.deployed import deployed
 from tests.exported import MODELS, RANKS, VECTORS, Case, make_case, make_models
 from tests.serving import standin
+from tests.serving.cuda.owners import attached
 from tests.serving.test_processes import alive, gone_within
 
 CHECKOUT = Path(__file__).parents[2]
@@ -120,19 +125,20 @@ def running(found: dict[str, Any]) -> list[int]:
 
 
 def test_commands_are_the_deployments_with_the_place_put_in(export: Path) -> None:
-    found = members(opened(export))
+    found = members(opened(export), extra=["--enforce-eager"])
     spec = DeploymentSpec.parse((export / DEPLOYMENT).read_bytes())
     assert [member.name for member in found] == [server.model for server in spec.servers]
     for member, server in zip(found, spec.servers, strict=True):
-        command = member.command(export, python="/e/python", host="127.0.0.1", extra=["--enforce-eager"])
+        command = member.command(export, python="/e/python", host="127.0.0.1")
         assert command[:5] == (
             *("/e/python", "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(export / member.name)),
         )
-        assert command[-1] == "--enforce-eager" and command.count("--port") == 1
-        options = [word for word in server.command[3:] if word not in ("--port", str(server.port))]
-        assert list(command[5 : 5 + len(options)]) == options and "--quantization" in options
-        assert member.maps and member.metrics == "/metrics" and member.kv_bytes
+        assert command[-5:] == ("--enforce-eager", "--host", "127.0.0.1", "--port", str(server.port))
+        assert command[5:-5] == server.options and "--quantization" in server.options
+        assert member.maps and member.metrics == "/metrics"
+        here = member.command(export, python="python3", host="127.0.0.1")
+        assert shlex.split(server.shell) == [word for word in here if word != "--enforce-eager"]
 
 
 def test_adapters_are_found_where_the_export_lies(tmp_path: Path) -> None:
@@ -378,4 +384,106 @@ def test_a_dry_run_starts_nothing(export: Path, engine: Path) -> None:
     with serving(engine, export, "--json", "--dry-run", "--proxy", "--", "--enforce-eager") as process:
         found = document(process)
         assert process.wait(60) == 0
-    assert all(server["command"][-1] == "--enforce-eager" for server in found["servers"]) and found["proxy"]
+    assert all("--enforce-eager" in server["command"] for server in found["servers"]) and found["proxy"]
+    assert found["owners"] == []
+
+
+# --- what engines compute on --------------------------------------------------------------------------------
+
+PYTHON = """#!/bin/sh
+# A GPU's driver at the boundary at which ctypes calls it; all else is real.
+if [ "$2" = sandhi_core.serving.cuda.owner ]; then
+    shift 2
+    exec {python} -c 'import sys
+from sandhi_core.serving.cuda.owner import main
+from tests.serving.cuda.fake import driver
+sys.exit(main(sys.argv[1:], driver()))' "$@"
+fi
+exec {python} "$@"
+"""
+
+
+def test_on_a_gpu_owners_are_started_before_the_servers(
+    export: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    arguments = ("--json", "--device", "cuda", "--python", str(python), "--logs", str(tmp_path))
+    with serving(engine, export, *arguments) as process:
+        found = document(process)
+        assert found["ok"], found["problems"]
+        (owner,) = found["owners"]
+        path = Path(owner["socket"].removeprefix("unix:"))
+        for server in found["servers"]:
+            (pid,) = server["pids"]
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            told = json.loads(words[words.index("--model-loader-extra-config") + 1])
+            assert told["owner"].replace("{rank}", "0") == str(path)
+            held = attached(export, path, server["name"], check="full")  # as the plugin does
+            assert held.tensors
+            held.close()
+        os.kill(owner["pids"][0], signal.SIGKILL)  # nothing new could attach: all end
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said.index("starting the owner") < said.index("starting single") and "owner 0" in said
+    assert gone_within([*running(found), *owner["pids"]], 5)
+
+
+def test_every_rank_has_an_owner(export: Path) -> None:
+    extra = ["--tensor-parallel-size", "2", "--model-loader-extra-config", '{"digests": "full"}']
+    found = members(opened(export), device="cuda", extra=extra, port_base=9000)
+    for member in found:
+        assert json.loads(member.options[-1])["digests"] == "full"
+    first, second = _owners(found)
+    assert first.socket != second.socket
+    command = second.command(export, "p")
+    assert command[-4:] == ("--tensor-parallel", "2", "--rank", "1") and command[4:6] == ("--device", "1")
+    own = ["--model-loader-extra-config", '{"owner": "/run/mine.sock"}']
+    assert _owners(members(opened(export), device="cuda", extra=own)) == []
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_engines_compute_where_their_torch_sees_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
+    (tmp_path / "torch.py").write_text(f"class cuda: is_available = staticmethod(lambda: {sees})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu, "LIBRARY", "libnone.so")
+    assert gpu.device_of("/there/is/none") == "cpu"  # without a driver nothing is asked
+    monkeypatch.setattr(gpu, "LIBRARY", "libc.so.6")
+    assert gpu.device_of(sys.executable) == ("cuda" if sees else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--tensor_parallel_size=3"], "4 attention heads cannot be divided among 3"),
+        (["--pipeline-parallel-size", "2"], "pipeline parallelism is not supported"),
+        (["--enable-lora"], "LoRA is not supported"),
+        (["-q", "fp8"], "--quantization is fp8"),
+        (["--dtype", "bfloat16"], "the engine computes in bfloat16"),
+    ],
+)
+def test_what_the_plugin_cannot_serve_is_refused_before_anything_starts(
+    export: Path, extra: list[str], message: str
+) -> None:
+    with pytest.raises(PreflightError, match=re.escape(message)):
+        members(opened(export), extra=extra)
+
+
+def test_options_of_vllm_that_have_no_value_are_told(export: Path) -> None:
+    with pytest.raises(UsageError, match=r"vLLM.s options: .*tensor-parallel-size"):
+        members(opened(export), extra=["--tensor-parallel-size", "two"])
+
+
+def test_the_engines_python_is_that_of_the_environment(
+    export: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("SANDHI_VLLM_PYTHON", str(python))
+    with serving(engine, export, "--json", "--dry-run") as process:
+        assert {server["command"][0] for server in document(process)["servers"]} == {str(python)}

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from sandhi_core.deploy.vllm import PLUGIN
+from sandhi_core.deploy import vllm
 from sandhi_core.errors import ServingError
-from sandhi_core.serving.processes import Server, last_lines, transformers_command, vllm_command
+from sandhi_core.serving.processes import Server, last_lines, transformers_command
 
 HEALTHY = """
     import os, signal, subprocess, sys
@@ -264,11 +264,12 @@ def test_stopping_is_bounded_whatever_the_kernel_does(tmp_path: Path) -> None:
 
 
 def test_commands_of_engines() -> None:
-    directory = Path("/srv/chemist")
-    command = vllm_command(directory, "chemist", 8001, python="/e/python", plugin=True, extra=["--enforce-eager"])
-    assert command[:3] == ("/e/python", "-m", "vllm.entrypoints.openai.api_server")
-    assert command[-5:] == (*PLUGIN, "--enforce-eager")
-    assert "--quantization" not in vllm_command(directory, "chemist", 8001, plugin=False)
+    options = vllm.served(["chemist"], "float32", plugin=True)
+    command = vllm.command(Path("/srv"), "chemist", options, 8001, python="/e/python", adapters={"a": "a.adapter"})
+    assert command[:5] == ("/e/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/srv/chemist")
+    assert command[5:13] == ("--served-model-name", "chemist", "--dtype", "float32", *vllm.PLUGIN)
+    assert command[13:] == ("--lora-modules", "a=/srv/a.adapter", "--host", "127.0.0.1", "--port", "8001")
+    assert "--quantization" not in vllm.served(["chemist"], "float32", plugin=False)
     assert transformers_command(Path("chemist"), 8001)[:5] == (
         *("python3", "-m", "transformers.cli.transformers", "serve", "chemist"),
     )

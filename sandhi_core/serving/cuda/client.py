@@ -9,7 +9,6 @@ physical memory (cuMemRelease, cuMemUnmap) and this process is one. A new owner 
 the engines of the old one have ended.
 """
 
-import hashlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -25,9 +24,8 @@ from sandhi_core.safetensors_file import DTYPES
 from sandhi_core.serving.cuda import memory, protocol
 from sandhi_core.serving.cuda.driver import READ, Driver
 from sandhi_core.serving.cuda.protocol import Ask, Given, Lent
-from sandhi_core.serving.mapped import Digests
+from sandhi_core.serving.mapped import Digests, drawn
 
-_SAMPLE = 32  # one tensor of so many
 _RESTART = "end the owner and start it again"
 
 
@@ -78,7 +76,7 @@ class Attached:
         Raises ProofError for the first tensor, by name, that is another.
         """
         assert self._mapping is not None
-        for name in self._chosen(how):
+        for name in drawn(self.tensors, self.model, how):
             lent = self.tensors[name]
             found = tensor_digest(lent.dtype, lent.shape, self._mapping.read(lent.offset, lent.nbytes))
             if found != lent.part:
@@ -106,12 +104,6 @@ class Attached:
         self._gone.set()
         if (died := self._died) is not None:
             died()
-
-    def _chosen(self, how: Digests) -> list[str]:
-        if how == "off":
-            return []
-        drawn = sorted(self.tensors, key=lambda name: hashlib.sha256(f"{self.model} {name}".encode()).digest())
-        return sorted(drawn if how == "full" else drawn[: max(len(drawn) // _SAMPLE, 1)])
 
     def _wrong(self, message: str, tensor: str, remedy: str) -> ServingError:
         return ServingError(message, model=self.model, tensor=tensor, remedy=remedy, code="not-held")

@@ -1,14 +1,13 @@
 """An export's shared tensors in the memory of a device: read, held to their digests, copied there once."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.disk import RESTORE
-from sandhi_core.errors import CheckpointError, ProofError, ServingError
+from sandhi_core.errors import ProofError, ServingError
 from sandhi_core.layout import read_manifest
 from sandhi_core.safetensors_file import raw_bytes
 from sandhi_core.serving.cuda.driver import READ_WRITE
@@ -16,7 +15,7 @@ from sandhi_core.serving.cuda.memory import Device, Mapping, Memory
 from sandhi_core.serving.cuda.plan import Piece, Plan, plan
 from sandhi_core.serving.cuda.protocol import Ask, Given, Lent
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.slices import Slices
+from sandhi_core.serving.slices import Slices, matrices
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ class Wanted:
         """
         manifest = read_manifest(root)
         models = {mapped.model: mapped for mapped in MappedModel.each(root, manifest)}
-        slices = {name: Slices(name, _config(model), size, rank) for name, model in models.items()}
-        shared = {name: model.shared() for name, model in models.items()}
+        slices = {name: Slices(name, model.config(), size, rank) for name, model in models.items()}
+        shared = {name: matrices(model.tensors, model.shared()) for name, model in models.items()}
         if not any(shared.values()):
             raise ServingError(
-                "its models share no tensor",
+                "its models share no matrix",
                 file=str(root),
                 remedy="serve the models without an owner",
                 code="nothing-shared",
@@ -130,14 +129,3 @@ class Holding:
             part = piece.slice.of(tensor).contiguous()
             self._parts[piece] = found if part is tensor else tensor_digest(place.dtype, part.shape, raw_bytes(part))
             mapping.write(place.offset, part)
-
-
-def _config(model: MappedModel) -> dict[str, Any]:
-    path = model.directory / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {error}", model=model.model, file=str(path), remedy=RESTORE) from None
-    return config

@@ -3,12 +3,13 @@
 from typing import Any
 
 from sandhi_core.serving.members import Deployed, Member
+from sandhi_core.serving.processes import QUIET
 from sandhi_core.serving.render import containers
 from sandhi_core.serving.render.containers import Target
 from sandhi_core.serving.render.text import yaml_bytes
 
 HEAD = (
-    "Servers of a pool, one after the other. Memory is what to reserve where models run on the CPU.",
+    "Servers of a pool, one after the other. Memory is for weights on the CPU; there --kv-cache-memory-bytes is more.",
     "docker compose -f compose.yaml up --detach --wait",
 )
 
@@ -47,7 +48,7 @@ def _service(deployed: Deployed, member: Member, target: Target, memory: int, be
         "image": target.image,
         "entrypoint": containers.command(member),
         "working_dir": str(containers.EXPORT),
-        "environment": containers.ENVIRONMENT,
+        "environment": dict(QUIET),
         "volumes": [{"type": "bind", "source": source, "target": str(containers.EXPORT), "read_only": True}],
         "ports": [f"{member.port}:{member.port}"],
         "healthcheck": {

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from sandhi_core.deploy.launch import PYTHON
 from sandhi_core.errors import UsageError
 from sandhi_core.serving.members import Deployed, Member
 
 EXPORT = PurePosixPath("/export")
 """Where the export is mounted, read-only: all containers of a machine read the same files, hence the same pages."""
-PYTHON = "python3"
 IMAGE = "sandhi-vllm"
 """The image by default: no published one, but vLLM's with this package added (docs/serving.md)."""
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 RUNTIME_BYTES = 2 << 30
 """What a server takes beside weights and cache: interpreter, libraries, activations. An estimate."""
 READY_SECONDS = 1800
@@ -50,9 +49,10 @@ def healthy(url: str) -> list[str]:
 
 
 def memory_bytes(deployed: Deployed, members: tuple[Member, ...]) -> dict[str, int]:
-    """Bytes of main memory to reserve, by member, where models run on the CPU.
+    """Bytes of main memory to reserve, by member, for weights where models run on the CPU. Not for the cache: how much
+    it is given follows from the memory of a device that need not be the machine's.
 
-    Private weights, cache and RUNTIME_BYTES; and of shared tensors those that no member before it holds: the kernel
+    Private weights and RUNTIME_BYTES; and of shared tensors those that no member before it holds: the kernel
     charges a page of a file to the container that reads it first. A server that copies is charged for all it holds.
     """
     first: set[tuple[str, str]] = set()
@@ -65,5 +65,5 @@ def memory_bytes(deployed: Deployed, members: tuple[Member, ...]) -> dict[str, i
             mapped = sum(nbytes for key, nbytes in held.items() if key not in first)
             first |= held.keys()
         own = member.private_bytes + (0 if member.maps else member.shared_bytes)
-        found[member.name] = own + mapped + (member.kv_bytes or 0) + RUNTIME_BYTES
+        found[member.name] = own + mapped + RUNTIME_BYTES
     return found

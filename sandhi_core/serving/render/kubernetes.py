@@ -6,13 +6,15 @@ Fields as of Kubernetes 1.25 and later.
 
 from typing import Any
 
+from sandhi_core.deploy.launch import PYTHON
 from sandhi_core.serving.members import Deployed, Member
+from sandhi_core.serving.processes import QUIET
 from sandhi_core.serving.render import containers
 from sandhi_core.serving.render.containers import Target
 from sandhi_core.serving.render.text import yaml_bytes
 
 HEAD = (
-    "Servers of a pool on one node. Memory is what to request where models run on the CPU.",
+    "Servers of a pool on one node. Memory is for weights on the CPU; there --kv-cache-memory-bytes is more.",
     "kubectl apply -f kubernetes.yaml",
 )
 _PERIOD = 10  # seconds between two probes
@@ -85,7 +87,7 @@ def _waiting(before: Member) -> list[str]:
         "    except OSError:\n"
         "        time.sleep(2)\n"
     )
-    return [containers.PYTHON, "-c", program]
+    return [PYTHON, "-c", program]
 
 
 def _container(member: Member, target: Target, memory: int) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def _container(member: Member, target: Target, memory: int) -> dict[str, Any]:
         "image": target.image,
         "command": containers.command(member),
         "workingDir": str(containers.EXPORT),
-        "env": [{"name": name, "value": value} for name, value in containers.ENVIRONMENT.items()],
+        "env": [{"name": name, "value": value} for name, value in QUIET.items()],
         "ports": [{"name": "http", "containerPort": member.port}],
         "resources": {"requests": {"memory": str(memory)}},
         "startupProbe": healthy | {"failureThreshold": containers.READY_SECONDS // _PERIOD},

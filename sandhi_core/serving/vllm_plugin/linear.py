@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import linear
-from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearMethodBase
 
 from sandhi_core.rungs.residual import added, moved
-from sandhi_core.serving.vllm_plugin.pieces import Piece, by_columns, by_rows
+from sandhi_core.serving.vllm_plugin.pieces import Piece
 from sandhi_core.serving.vllm_plugin.provider import Source
 
 
@@ -38,7 +38,7 @@ class MappedLinear(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        pieces = self._pieces(layer, input_size_per_partition, output_partition_sizes)
+        pieces = self._pieces(input_size_per_partition, output_partition_sizes)
         alone = len(pieces) == 1
         self._parts = ("weight",) if alone else tuple(f"weight_{place}" for place in range(len(pieces)))
         for part, piece in zip(self._parts, pieces, strict=True):
@@ -46,20 +46,15 @@ class MappedLinear(LinearMethodBase):  # type: ignore[misc]
             for name, tensor in self._source.residual(piece).parts.items():
                 layer.register_buffer(f"{part}_{name}", tensor, persistent=False)
 
-    def _pieces(self, layer: Any, columns: int, rows: Sequence[int]) -> tuple[Piece, ...]:
-        shapes = [self._source.shape(name) for name in self._names]
-        try:
-            if isinstance(layer, RowParallelLinear):
-                (name,), (shape,) = self._names, shapes
-                pieces: tuple[Piece, ...] = (by_columns(name, shape, columns, layer.tp_rank, layer.tp_size),)
-            else:
-                pieces = by_rows(self._names, shapes, _logical(layer), rows, layer.tp_rank, layer.tp_size)
-            for piece, held in zip(pieces, rows, strict=True):
-                if piece.shape != (held, columns):
-                    raise ValueError(f"is {list(piece.shape)} for this rank, the layer has {[held, columns]}")
-        except ValueError as error:
-            raise self._source.wrong(self._names[0], str(error)) from None
-        return pieces
+    def _pieces(self, columns: int, rows: Sequence[int]) -> list[Piece]:
+        """Those of all matrices, held to what the engine's layer has for this rank: of each matrix so many rows."""
+        held = {name: self._source.pieces(name) for name in self._names}
+        for name, pieces in held.items():
+            expected = [sum(rows) if len(held) == 1 else rows[self._names.index(name)], columns]
+            found = [sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]]
+            if len(held) not in (1, len(rows)) or found != expected:
+                raise self._source.wrong(name, f"is {found} for this rank, the engine's layer has {expected}")
+        return [piece for pieces in held.values() for piece in pieces]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         outputs = []
@@ -75,12 +70,3 @@ class MappedLinear(LinearMethodBase):  # type: ignore[misc]
             outputs.append(output)
             start += weight.shape[0]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-
-def _logical(layer: Any) -> list[int]:
-    """Rows of each of a layer's matrices over all ranks, each counted once."""
-    if isinstance(layer, QKVParallelLinear):
-        heads = (layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads)
-        sizes = (layer.head_size, layer.head_size, layer.v_head_size)
-        return [number * size for number, size in zip(heads, sizes, strict=True)]
-    return list(getattr(layer, "output_sizes", [layer.output_size]))

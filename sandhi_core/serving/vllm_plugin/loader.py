@@ -1,9 +1,10 @@
 """The load format `sandhi`: checks an export, hands its tensors to the layers, and accepts no gap."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from sandhi_core.assignment import factors_among
+from sandhi_core.deploy.vllm import NAME
 from sandhi_core.errors import CheckpointError
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.vllm_plugin.provider import Files, Provider, Source, attached, opened
+from sandhi_core.serving.slices import Slices, matrices
+from sandhi_core.serving.vllm_plugin.provider import Files, Provider, Source, attached, external_bytes, opened
 from sandhi_core.serving.vllm_plugin.quantization import SandhiConfig
-from sandhi_core.serving.vllm_plugin.refuse import NAME, Engine, Options, require_servable
+from sandhi_core.serving.vllm_plugin.refuse import Engine, Options, require_servable
 
 logger = init_logger(f"vllm.{NAME}")
 
@@ -67,10 +70,10 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def create_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> Module:
         model, config = opened(Path(model_config.model))
-        shared = {name: model.tensors[name] for name in model.shared() if len(model.tensors[name].shape) == 2}
+        shared = matrices(model.tensors, model.shared())
         require_servable(model.model, config, shared, engine_of(vllm_config, self._options))
         model.check(self._options.digests)
-        source = self._opened(model, vllm_config)
+        source = self._opened(model, config, vllm_config)
         tied = getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
         quantization: SandhiConfig = vllm_config.quant_config
         quantization.bind(source, tied)
@@ -86,14 +89,15 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
         _require_taken(source)
         return network
 
-    def _opened(self, model: MappedModel, vllm_config: VllmConfig) -> Source:
+    def _opened(self, model: MappedModel, config: Mapping[str, Any], vllm_config: VllmConfig) -> Source:
         device = torch.device(vllm_config.device_config.device_type)
+        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         shared: Provider = Files(model)
         if device.type == "cuda":
-            ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
             died = partial(logger.warning, "the owner %s is gone: this engine goes on", self._options.owner)
             shared = attached(model, self._options, torch.cuda.current_device(), rank, ranks, died)
-        return Source(model, shared, device, vllm_config.model_config.dtype)
+        slices = Slices(model.model, config, ranks, rank)
+        return Source(model, shared, slices, device, vllm_config.model_config.dtype)
 
     def get_all_weights(self, model_config: ModelConfig, model: Module) -> Iterator[tuple[str, Tensor]]:
         """What no layer maps: norms, biases, and matrices that are the model's own in layers where nothing is shared.
@@ -129,9 +133,7 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
         """Bytes of a GPU's shared tensors, which their owner has allocated and this engine must not count as its own;
         vLLM asks before it loads, and on GPUs only."""
         model = MappedModel.open(Path(vllm_config.model_config.model))
-        sizes = {model.tensors[name].digest: model.tensors[name].nbytes for name in model.shared()}
-        ranks: int = vllm_config.parallel_config.tensor_parallel_size
-        return sum(sizes.values()) // ranks
+        return external_bytes(model, vllm_config.parallel_config.tensor_parallel_size)
 
     def _require_source(self) -> Source:
         assert self._source is not None, "vLLM creates a model before it loads weights"

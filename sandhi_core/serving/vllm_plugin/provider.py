@@ -11,22 +11,17 @@ from sandhi_core.assignment import factors_among
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
 from sandhi_core.rungs.residual import Residual
+from sandhi_core.serving.gpu import RANK
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.vllm_plugin.pieces import Piece
-from sandhi_core.serving.vllm_plugin.refuse import RANK, Options, require_whole
-from sandhi_core.survey_files import read_json
-
-CONFIG = "config.json"
+from sandhi_core.serving.slices import Slices, matrices
+from sandhi_core.serving.vllm_plugin.pieces import Piece, pieces
+from sandhi_core.serving.vllm_plugin.refuse import Options, require_whole
 
 
 def opened(directory: Path) -> tuple[MappedModel, dict[str, Any]]:
     """A whole model of an export, and its config.json. Raises SandhiError where it is none."""
     model = MappedModel.open(directory)
-    try:
-        config = read_json(model.directory / CONFIG)
-    except (OSError, ValueError) as error:
-        file = str(model.directory / CONFIG)
-        raise CheckpointError(f"cannot be read: {error}", model=model.model, file=file, remedy=RESTORE) from None
+    config = model.config()
     require_whole(model.model, config, model.tensors)
     return model, config
 
@@ -52,14 +47,13 @@ class Owner:
     """What the owner of a GPU holds, mapped read-only; it has divided the matrices among ranks already."""
 
     def __init__(self, model: MappedModel, held: Any) -> None:
-        """`held.tensor(name)` is what the owner holds for this rank: a rank's part, or the whole."""
+        """`held.tensor(name)` is what the owner holds for this rank."""
         self._model = model
         self._held = held
 
     def tensor(self, piece: Piece) -> Tensor:
         held: Tensor = self._held.tensor(piece.name)
-        whole = tuple(held.shape) == self._model.tensors[piece.name].shape
-        found = piece.of(held) if whole else piece.of_slice(held)
+        found = piece.of_slice(held)
         if tuple(found.shape) != piece.shape:
             raise CheckpointError(
                 f"the owner holds {list(held.shape)} of it, of which this rank needs {list(piece.shape)}",
@@ -68,6 +62,11 @@ class Owner:
                 remedy="start the owner with the same --tensor-parallel as the engine, and one for each rank",
             )
         return found
+
+
+def external_bytes(model: MappedModel, ranks: int) -> int:
+    """Bytes on a rank's GPU that the owner has allocated for this model."""
+    return sum({t.digest: t.nbytes for t in matrices(model.tensors, model.shared()).values()}.values()) // ranks
 
 
 def attached(
@@ -80,7 +79,7 @@ def attached(
         Path(str(options.owner).replace(RANK, str(rank))),
         model.manifest.digest,
         model.model,
-        {name: model.tensors[name].digest for name in model.shared()},
+        {name: tensor.digest for name, tensor in matrices(model.tensors, model.shared()).items()},
         device=device,
         size=ranks,
         rank=rank,
@@ -94,12 +93,15 @@ class Source:
     """All tensors of one model, as the layers of an engine ask for them: shared ones from the provider, its own from
     the files. Keeps count of what was asked for, so that what nobody took is noticed."""
 
-    def __init__(self, model: MappedModel, shared: Provider, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: MappedModel, shared: Provider, slices: Slices, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.model = model
         self.shared_names = model.shared()
         self.added = frozenset(factors_among(model.tensors).values())
         self.taken: set[str] = set()
         self._shared = shared
+        self._slices = slices
         self._device = device
         self._dtype = dtype
 
@@ -107,11 +109,11 @@ class Source:
         """Whether a tensor is shared, or something is added to it."""
         return name in self.shared_names or name in self.added
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError where the model has no such tensor."""
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """What this rank works with of a matrix. Raises CheckpointError where the model has no such tensor."""
         if name not in self.model.tensors:
             raise self.wrong(name, "is missing, the engine's model has it")
-        return self.model.tensors[name].shape
+        return pieces(name, self.model.tensors[name].shape, self._slices.of(name))
 
     def weight(self, piece: Piece) -> Tensor:
         """A piece of a matrix on the engine's device, a view where its memory is shared.

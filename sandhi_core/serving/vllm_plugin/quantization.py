@@ -13,11 +13,11 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from sandhi_core.deploy.vllm import DTYPES, NAME
 from sandhi_core.errors import UsageError
 from sandhi_core.serving.vllm_plugin.linear import MappedLinear
 from sandhi_core.serving.vllm_plugin.pieces import stored_names
 from sandhi_core.serving.vllm_plugin.provider import Source, opened
-from sandhi_core.serving.vllm_plugin.refuse import DTYPES, NAME
 from sandhi_core.serving.vllm_plugin.vocabulary import MappedVocabulary
 
 _EMBEDDING = "embed_tokens.weight"

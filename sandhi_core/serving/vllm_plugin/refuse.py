@@ -9,19 +9,15 @@ from typing import Any, get_args
 
 from sandhi_core.architecture import problems_of
 from sandhi_core.assignment import factors_among
+from sandhi_core.deploy.vllm import DTYPES, NAME
 from sandhi_core.disk import RESTORE
-from sandhi_core.errors import PreflightError, Problem, UsageError
+from sandhi_core.errors import PreflightError, Problem, SandhiError, UsageError
 from sandhi_core.records import ExportedTensor
+from sandhi_core.serving.gpu import RANK
 from sandhi_core.serving.mapped import Digests
+from sandhi_core.serving.slices import Slices
 from sandhi_core.survey_files import HeaderEntry
 
-NAME = "sandhi"
-"""Of the quantization and of the load format."""
-
-RANK = "{rank}"
-"""In the path of an owner's socket: stands for the rank."""
-
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _COPIES = "shared tensors stay as the files have them: another dtype would be a copy in each process"
 
 
@@ -98,7 +94,13 @@ def problems(
 ) -> list[Problem]:
     """Why the plugin cannot serve a model of an export with an engine so configured; empty where it can. `config`:
     the model's config.json; `shared`: the matrices that it maps, by name."""
-    found = (*_flags(engine), *_device(engine), *_extras(engine), *_dtypes(shared, engine), *_ranks(config, engine))
+    found = (
+        *_flags(engine),
+        *_device(engine),
+        *_extras(engine),
+        *_dtypes(shared, engine),
+        *_ranks(model, config, engine),
+    )
     if other := config.get("quantization_config"):
         method = other.get("quant_method") if isinstance(other, Mapping) else other
         remedy = "leave --quantization and --load-format out: stock vLLM serves it without sharing"
@@ -133,7 +135,9 @@ def _device(engine: Engine) -> Iterator[Finding]:
     if engine.device not in ("cpu", "cuda"):
         yield None, f"the plugin maps tensors on CPU and CUDA, not on {engine.device}", "serve it on one of these"
     if engine.device == "cuda" and owner is None:
-        start = "start `python -m sandhi_core.serving.cuda.owner EXPORT --socket PATH` for each GPU"
+        start = (
+            "use `sandhi serve`, or start `python -m sandhi_core.serving.cuda.owner EXPORT --socket PATH` for each GPU"
+        )
         give = """and give --model-loader-extra-config '{"owner": "PATH"}'"""
         yield None, "on a GPU shared tensors belong to a process of their own, and none is named", f"{start} {give}"
     if engine.device == "cuda" and owner is not None and engine.tensor_parallel > 1 and RANK not in owner:
@@ -161,18 +165,8 @@ def _dtypes(shared: Mapping[str, ExportedTensor], engine: Engine) -> Iterator[Fi
         yield names[0], message, remedy
 
 
-def _ranks(config: Mapping[str, Any], engine: Engine) -> Iterator[Finding]:
-    ranks = engine.tensor_parallel
-    for field in ("num_attention_heads", "intermediate_size"):
-        size = config.get(field)
-        if isinstance(size, int) and size % ranks:
-            yield None, f"{field} is {size}, which {ranks} ranks cannot share evenly", _fewer(size, ranks)
-    heads = config.get("num_key_value_heads")
-    if isinstance(heads, int) and heads % ranks and ranks % heads:
-        message = f"num_key_value_heads is {heads}, which {ranks} ranks can neither share evenly nor repeat evenly"
-        yield None, message, _fewer(heads, ranks)
-
-
-def _fewer(size: int, ranks: int) -> str:
-    fits = next(n for n in range(ranks - 1, 0, -1) if size % n == 0)
-    return f"give --tensor-parallel-size {fits}"
+def _ranks(model: str, config: Mapping[str, Any], engine: Engine) -> Iterator[Finding]:
+    try:
+        Slices(model, config, engine.tensor_parallel)
+    except SandhiError as error:
+        yield None, error.problem.message, error.problem.remedy

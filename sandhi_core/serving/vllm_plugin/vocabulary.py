@@ -8,7 +8,6 @@ from torch.nn import Parameter
 from torch.nn.functional import embedding, linear, pad
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from sandhi_core.serving.vllm_plugin.pieces import of_vocabulary
 from sandhi_core.serving.vllm_plugin.provider import Source
 
 
@@ -33,14 +32,11 @@ class MappedVocabulary(QuantizeMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        shape = self._source.shape(self.name)
+        (piece,) = self._source.pieces(self.name)
         held = (layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
-        try:
-            piece = of_vocabulary(self.name, shape, layer.org_vocab_size, held)
-            if shape[1] != input_size_per_partition:
-                raise ValueError(f"has {shape[1]} columns, the layer has {input_size_per_partition}")
-        except ValueError as error:
-            raise self._source.wrong(self.name, str(error)) from None
+        if (piece.rows, piece.shape[1]) != (held, input_size_per_partition):
+            found = f"its rows {piece.rows} of {piece.shape[1]} numbers are this rank's"
+            raise self._source.wrong(self.name, f"{found}, the layer has {held} of {input_size_per_partition}")
         layer.register_parameter("weight", Parameter(self._source.weight(piece), requires_grad=False))
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from sandhi_core.serving.cuda import owner
 from sandhi_core.serving.cuda.client import Attached, attach
 from sandhi_core.serving.mapped import MappedModel
+from sandhi_core.serving.slices import matrices
 from tests.serving.cuda.fake import Fake, driver
 
 PATIENCE = 60.0
@@ -125,7 +126,7 @@ def redirect(output: Path, errors: Path) -> None:
 def attached(root: Path, socket: Path, model: str, **options: Any) -> Attached:
     """As an engine does that serves a model of the export."""
     mapped = MappedModel.open(root / model)
-    digests = options.pop("digests", {name: mapped.tensors[name].digest for name in mapped.shared()})
+    digests = options.pop("digests", {n: t.digest for n, t in matrices(mapped.tensors, mapped.shared()).items()})
     manifest = options.pop("manifest", mapped.manifest.digest)
     options.setdefault("driver", driver())
     return attach(socket, manifest, model, digests, **options)

@@ -126,7 +126,7 @@ def test_a_rank_has_its_slices(root: Path, tmp_path: Path, rank: int) -> None:
         assert owner.ready["rank"] == rank
         for model in MODELS:
             mapped = MappedModel.open(root / model)
-            slices = Slices(model, holding._config(mapped), 2, rank)
+            slices = Slices(model, mapped.config(), 2, rank)
             held = attached(root, owner.socket, model, size=2, rank=rank, check="full")
             for name in mapped.shared():
                 assert torch.equal(held.tensor(name), slices.of(name).of(mapped.tensor(name)))
@@ -352,7 +352,7 @@ def test_exports_with_nothing_to_hold(root: Path, tmp_path: Path) -> None:
     text = (copy / MANIFEST).read_text().replace('"merged"', '"private"').replace('"duplicate"', '"private"')
     (copy / MANIFEST).unlink()
     (copy / MANIFEST).write_text(text)
-    with pytest.raises(ServingError, match=f"nothing-shared: file {copy}: its models share no tensor"):
+    with pytest.raises(ServingError, match=f"nothing-shared: file {copy}: its models share no matrix"):
         holding.Wanted.of(copy, 1, 0)
     (copy / "tied" / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"model tied file .*config\.json: cannot be read"):

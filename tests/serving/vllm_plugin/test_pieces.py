@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 
 from sandhi_core.rungs.residual import Residual, added, moved
-from sandhi_core.serving.vllm_plugin.pieces import Piece, by_columns, by_rows, of_vocabulary, stored_names
+from sandhi_core.serving.slices import WHOLE, Slice
+from sandhi_core.serving.vllm_plugin.pieces import Piece, pieces, stored_names
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 sizes = st.integers(1, 5)
@@ -63,7 +64,7 @@ def test_outputs_of_ranks_that_share_rows_lie_side_by_side(
     weight, residual, x = drawn(rows * ranks, columns, parts, seed)
     outputs = []
     for rank in range(ranks):
-        (piece,) = by_rows(["w"], [weight.shape], [rows * ranks], [rows], rank, ranks)
+        (piece,) = pieces("w", weight.shape, Slice(0, ((rank * rows, (rank + 1) * rows),)))
         part = piece.of(weight)
         assert part.shape == piece.shape and part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         outputs.append(whole(piece.of_residual(residual), part, x))
@@ -77,63 +78,28 @@ def test_outputs_of_ranks_that_share_columns_add_up(
     weight, residual, x = drawn(rows, columns * ranks, parts, seed)
     total = torch.zeros(3, rows).double()
     for rank in range(ranks):
-        piece = by_columns("w", weight.shape, columns, rank, ranks)
+        held = Slice(1, ((rank * columns, (rank + 1) * columns),), first=rank == 0)
+        (piece,) = pieces("w", weight.shape, held)
         total += whole(piece.of_residual(residual), piece.of(weight), x[:, slice(*piece.columns)])
     assert torch.equal(total, whole(residual, weight, x))
-
-
-@given(heads=st.sampled_from([1, 2, 4]), ranks=st.sampled_from([1, 2, 4, 8]), size=sizes, queries=sizes)
-def test_heads_are_shared_or_repeated(heads: int, ranks: int, size: int, queries: int) -> None:
-    names, shapes = ["q", "k", "v"], [(queries * ranks * size, 3), (heads * size, 3), (heads * size, 3)]
-    held = max(heads // ranks, 1) * size
-    for rank in range(ranks):
-        q, k, v = by_rows(names, shapes, [0, 0, 0], [queries * size, held, held], rank, ranks)
-        assert q.rows == (rank * queries * size, (rank + 1) * queries * size)
-        assert k.rows == v.rows and k.rows[0] == rank * heads // ranks * size and k.shape == (held, 3)
-        assert (k.name, k.start, k.first) == ("k", 0, True)
 
 
 @given(ranks=rank_counts, first=sizes, second=sizes)
 def test_matrices_that_are_stored_as_one_are_cut_apart(ranks: int, first: int, second: int) -> None:
     """Over all ranks and both, every row of the stored matrix occurs once; a rank's rows are one after another in what
-    an owner would hold for it."""
-    logical = [first * ranks, second * ranks]
-    stored = torch.arange(sum(logical)).double()[:, None]
+    an owner holds for it."""
+    stored = torch.arange((first + second) * ranks).double()[:, None]
     seen = []
     for rank in range(ranks):
-        pieces = by_rows(["qkv"], [stored.shape], logical, [first, second], rank, ranks)
-        held = torch.cat([piece.of(stored) for piece in pieces])
-        assert all(torch.equal(piece.of_slice(held), piece.of(stored)) for piece in pieces)
-        seen.append(held)
-    assert sorted(torch.cat(seen).flatten().tolist()) == list(range(sum(logical)))
+        start = first * ranks
+        ranges = ((rank * first, (rank + 1) * first), (start + rank * second, start + (rank + 1) * second))
+        found = pieces("qkv", stored.shape, Slice(0, ranges))
+        held = Slice(0, ranges).of(stored)
+        assert all(torch.equal(piece.of_slice(held), piece.of(stored)) for piece in found)
+        seen += [piece.of(stored) for piece in found]
+    assert sorted(torch.cat(seen).flatten().tolist()) == list(range(len(stored)))
 
 
-@given(tokens=st.integers(1, 40), ranks=st.sampled_from([1, 2]), columns=sizes)
-def test_a_vocabulary_is_shared_without_its_padding(tokens: int, ranks: int, columns: int) -> None:
-    padded = -(-tokens // 8) * 8 // ranks
-    stored = torch.arange(tokens * columns).reshape(tokens, columns)
-    ranges = [(min(rank * padded, tokens), min((rank + 1) * padded, tokens)) for rank in range(ranks)]
-    if any(start == end for start, end in ranges):
-        with pytest.raises(ValueError, match="leaves a rank without any"):
-            [of_vocabulary("w", stored.shape, tokens, held) for held in ranges]
-    else:
-        pieces = [of_vocabulary("w", stored.shape, tokens, held) for held in ranges]
-        assert torch.equal(torch.cat([piece.of(stored) for piece in pieces]), stored)
-
-
-def test_what_does_not_fit_is_told() -> None:
-    with pytest.raises(ValueError, match="6 rows cannot be 4 of each of 2 ranks"):
-        by_rows(["w"], [(6, 2)], [6], [4], 0, 2)
-    with pytest.raises(ValueError, match="4 rows cannot be 8 of each of 2 ranks"):
-        by_rows(["w"], [(4, 2)], [4], [8], 0, 2)
-    with pytest.raises(ValueError, match="6 rows cannot be 2 of each of 2 ranks"):
-        by_rows(["w"], [(6, 2)], [6], [2], 0, 2)
-    with pytest.raises(ValueError, match="has 5 rows, the layer has 6"):
-        by_rows(["qkv"], [(5, 2)], [4, 2], [4, 2], 0, 1)
-    with pytest.raises(ValueError, match="made of 3 matrices, 2 are stored"):
-        by_rows(["a", "b"], [(2, 2), (2, 2)], [2, 2, 2], [2, 2, 2], 0, 1)
-    with pytest.raises(ValueError, match="6 columns cannot be 2 of each of 2 ranks"):
-        by_columns("w", (4, 6), 2, 0, 2)
-    with pytest.raises(ValueError, match="has 9 rows, the vocabulary has 10 tokens"):
-        of_vocabulary("w", (9, 2), 10, (0, 9))
+def test_what_is_whole_is_one_piece() -> None:
+    assert pieces("w", (4, 6), WHOLE) == (Piece("w", (0, 4), (0, 6)),)
     assert Piece("w", (0, 2), (1, 4)).shape == (2, 3)

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from sandhi_core.errors import CheckpointError, PreflightError
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.vllm_plugin.pieces import Piece, by_columns, by_rows
-from sandhi_core.serving.vllm_plugin.provider import Files, Owner, Source, opened
+from sandhi_core.serving.slices import Slices, matrices
+from sandhi_core.serving.vllm_plugin.pieces import Piece, pieces
+from sandhi_core.serving.vllm_plugin.provider import Files, Owner, Source, external_bytes, opened
 from tests.exported import DOWN, GATE, RANKS, UP, VECTORS, make_case, make_models
 
 CPU = torch.device("cpu")
@@ -32,9 +33,17 @@ def model(tmp_path: Path) -> MappedModel:
     return MappedModel.open(root / "single")
 
 
+def source_of(model: MappedModel, dtype: torch.dtype = torch.float32, size: int = 1, rank: int = 0) -> Source:
+    return Source(model, Files(model), slices(model, size, rank), CPU, dtype)
+
+
+def slices(model: MappedModel, size: int, rank: int) -> Slices:
+    return Slices(model.model, opened(model.directory)[1], size, rank)
+
+
 def test_shared_tensors_are_views_of_the_files(model: MappedModel) -> None:
-    source = Source(model, Files(model), CPU, torch.float32)
-    (piece,) = by_rows([GATE], [source.shape(GATE)], [48], [24], 1, 2)
+    source = source_of(model, size=2, rank=1)
+    (piece,) = source.pieces(GATE)
     found = source.weight(piece)
     assert torch.equal(found, model.tensor(GATE)[24:])
     assert found.data_ptr() == model.tensor(GATE)[24:].data_ptr()
@@ -43,7 +52,7 @@ def test_shared_tensors_are_views_of_the_files(model: MappedModel) -> None:
 
 
 def test_what_is_added_is_divided_as_the_weight_is(model: MappedModel) -> None:
-    source = Source(model, Files(model), CPU, torch.float32)
+    source = source_of(model)
     stored = model.residual(GATE)
     assert stored is not None and stored.up is not None and stored.scale is not None
     found = source.residual(Piece(GATE, (0, 24), (0, 32)))
@@ -54,25 +63,31 @@ def test_what_is_added_is_divided_as_the_weight_is(model: MappedModel) -> None:
 
 def test_tensors_that_do_not_fit_are_refused_by_name(model: MappedModel) -> None:
     with pytest.raises(CheckpointError, match=r"model single .*tensor none\.weight: is missing"):
-        Source(model, Files(model), CPU, torch.float32).shape("none.weight")
+        source_of(model).pieces("none.weight")
     with pytest.raises(CheckpointError, match=rf"tensor {GATE}: is torch.float32, the engine computes in"):
-        Source(model, Files(model), CPU, torch.bfloat16).weight(Piece(GATE, (0, 48), (0, 32)))
+        source_of(model, torch.bfloat16).weight(Piece(GATE, (0, 48), (0, 32)))
 
 
-def test_an_owner_hands_out_a_ranks_part_or_the_whole(model: MappedModel) -> None:
-    whole = model.tensor(GATE)
-    (piece,) = by_rows([GATE], [tuple(whole.shape)], [48], [24], 1, 2)
-    for held in (whole, whole[24:]):
-        assert torch.equal(Owner(model, Held(gate_proj=held)).tensor(piece), whole[24:])
-    down = model.tensor(DOWN)
-    piece = by_columns(DOWN, tuple(down.shape), 24, 1, 2)
-    assert torch.equal(Owner(model, Held(down_proj=down[:, 24:])).tensor(piece), down[:, 24:])
-    padded = torch.cat([whole, torch.zeros(16, 32)])
-    assert torch.equal(Owner(model, Held(gate_proj=padded)).tensor(Piece(GATE, (0, 48), (0, 32))), whole)
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_owner_hands_out_what_it_holds_for_a_rank(model: MappedModel, size: int) -> None:
+    for rank in range(size):
+        held = slices(model, size, rank)
+        for name, tensor in ((GATE, model.tensor(GATE)), (DOWN, model.tensor(DOWN))):
+            (piece,) = pieces(name, tuple(tensor.shape), held.of(name))
+            owner = Owner(model, Held(**{name.split(".")[-2]: held.of(name).of(tensor)}))
+            assert torch.equal(owner.tensor(piece), piece.of(tensor))
+
+
+def test_an_owner_holds_each_shared_matrix_once(model: MappedModel) -> None:
+    """What vLLM takes off its own memory is no more than the owner has: norms are the engine's."""
+    held = matrices(model.tensors, model.shared())
+    assert external_bytes(model, 1) == sum({t.digest: t.nbytes for t in held.values()}.values()) > 0
+    assert external_bytes(model, 2) == external_bytes(model, 1) // 2
+    assert all("norm" not in name for name in held)
 
 
 def test_an_owner_for_another_number_of_ranks_is_refused(model: MappedModel) -> None:
-    (piece,) = by_rows([GATE], [(48, 32)], [48], [24], 1, 2)
+    (piece,) = pieces(GATE, (48, 32), slices(model, 2, 1).of(GATE))
     held = Held(gate_proj=model.tensor(GATE)[:12])
     with pytest.raises(CheckpointError, match=r"the owner holds \[12, 32\].* needs \[24, 32\].*--tensor-parallel"):
         Owner(model, held).tensor(piece)
