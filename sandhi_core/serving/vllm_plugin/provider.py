@@ -11,12 +11,10 @@ from sandhi_core.assignment import factors_among
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
 from sandhi_core.rungs.residual import Residual
-from sandhi_core.serving.mapped import MappedModel
+from sandhi_core.serving.mapped import CONFIG, MappedModel
 from sandhi_core.serving.vllm_plugin.pieces import Piece
 from sandhi_core.serving.vllm_plugin.refuse import RANK, Options, require_whole
 from sandhi_core.survey_files import read_json
-
-CONFIG = "config.json"
 
 
 def opened(directory: Path) -> tuple[MappedModel, dict[str, Any]]:
