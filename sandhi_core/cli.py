@@ -158,7 +158,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--proxy-port", type=int, default=4000, metavar="N", help="the proxy's port (4000)")
     parser.add_argument(
-        "--ready-timeout", type=float, default=900.0, metavar="SECONDS", help="for each server to be ready (900)"
+        "--ready-timeout", type=_seconds, default=900.0, metavar="SECONDS", help="for each server to be ready (900)"
     )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the servers' logs there")
     parser.add_argument("--dry-run", action="store_true", help="print the commands; start nothing")
@@ -170,6 +170,9 @@ def _serve(arguments: argparse.Namespace, answer: Answer) -> int:
     from sandhi_core.serving.gpu import device_of
     from sandhi_core.serving.members import members, opened
 
+    for word in arguments.extra:
+        if remedy := _OURS.get(word.partition("=")[0]):
+            raise UsageError(f"{word} after -- would move a server from where it is waited for", remedy=remedy)
     deployed = opened(arguments.export.expanduser())
     python = python_of(arguments.engine or deployed.spec.engine, arguments.python)
     chosen = members(
@@ -206,6 +209,25 @@ def _serve(arguments: argparse.Namespace, answer: Answer) -> int:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+_OURS = {
+    "--port": "give the first server's port by --port-base, before --",
+    "--host": "give --host before --",
+    "--model": "choose models by --only, before --",
+    "--served-model-name": "leave it out: a server answers by its model's name",
+}
+"""Arguments of engines that are not the operator's to give, and what is."""
+
+
+def _seconds(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{given} is no number of seconds")
+    return value
 
 
 def _python(given: str) -> str:

@@ -11,7 +11,7 @@ from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import Problem
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
-from sandhi_core.records import ExportedTensor, Manifest, StockPlan
+from sandhi_core.records import ExportedModel, ExportedTensor, Manifest, StockPlan
 from sandhi_core.safetensors_file import FormatError, map_file
 from sandhi_core.savings import padding_of
 
@@ -53,14 +53,19 @@ def verify_disk(export_root: Path, manifest: Manifest) -> DiskCheck:
         problems += _listing(export_root, manifest)
     for name, model in sorted(manifest.models.items()):
         directory = export_root / model.directory
-        copies = model.files | {index_name(model): hashlib.sha256(index_bytes(model)).hexdigest()}
-        for file, digest in sorted(copies.items()):
-            problems += (_damage(p, name, file) for p in _copy(directory / file, digest))
+        problems += beside_weights(export_root, name, model)
         for file, tensors in shards(model).items():
             problems += (_damage(p, name, file, tensor) for tensor, p in reading.shard(directory / file, tensors))
     problems += _lost_links(export_root, manifest)
     problems += _stock(export_root, manifest)
     return DiskCheck(tuple(problems), reading.tensors, reading.total, sum(reading.distinct.values()))
+
+
+def beside_weights(export_root: Path, name: str, model: ExportedModel) -> Iterator[Problem]:
+    """What is wrong with a model's files that are no weights: its index, and the copies of its checkpoint's."""
+    copies = model.files | {index_name(model): hashlib.sha256(index_bytes(model)).hexdigest()}
+    for file, digest in sorted(copies.items()):
+        yield from (_damage(p, name, file) for p in _copy(export_root / model.directory / file, digest))
 
 
 def _damage(message: str, model: str | None, file: str, tensor: str | None = None) -> Problem:

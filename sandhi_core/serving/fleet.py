@@ -171,11 +171,14 @@ def running(
 ) -> Iterator[Fleet]:
     """The servers of `members`, all ready, until the block ends, whichever way. `say` is told what goes on.
 
-    Raises ServingError where a port is taken, before anything starts; and where a server does not come up.
+    Raises UsageError for a Python that is not there, or a port that is none or a server's already, and ServingError
+    where one is taken, before anything starts; ServingError also where a server does not come up.
     """
+    _require_programs(settings)
     for member in members:
         require_free(member.name, settings.host, member.port)
     if settings.proxy is not None:
+        _require_proxy_port(members, settings.proxy_port)
         require_free("proxy", settings.host, settings.proxy_port)
         if not _local(settings.host) and not os.environ.get(KEY):
             message = f"the proxy would admit everybody who reaches {settings.host}"
@@ -238,6 +241,19 @@ def _owners(members: Sequence[Member]) -> list[Owner]:
     """One for each rank, where a member needs them: all of an export go by the same."""
     needed = {(member.owner, member.ranks) for member in members if member.owner is not None}
     return [owner for path, ranks in sorted(needed) for owner in owners(path, ranks)]
+
+
+def _require_programs(settings: Settings) -> None:
+    for option, python in (("--python", settings.python), ("--proxy", settings.proxy)):
+        if python is not None and shutil.which(python) is None:
+            raise UsageError(f"{option} {python!r} is no program", remedy="give the path of a Python interpreter")
+
+
+def _require_proxy_port(members: Sequence[Member], port: int) -> None:
+    if not 0 < port <= 65535:
+        raise UsageError(f"--proxy-port {port} is no port", remedy="choose one from 1 to 65535")
+    if name := next((member.name for member in members if member.port == port), None):
+        raise UsageError(f"--proxy-port {port} is the port of {name}", remedy="choose another, or another --port-base")
 
 
 def _local(host: str) -> bool:

@@ -33,6 +33,7 @@ from sandhi_core.survey_files import FileIdentity, read_json
 Digests = Literal["full", "sampled", "off"]
 """How much of what is mapped is held to the manifest's digests: every tensor, some of them, none."""
 
+CONFIG = "config.json"
 _SAMPLE = 32  # one tensor of so many
 _READERS = 8  # threads that hash at once: sha256 leaves the interpreter to others
 
@@ -116,6 +117,7 @@ class MappedModel:
         self.manifest = files.manifest
         self.directory = files.root / self.manifest.models[model].directory
         self.tensors: Mapping[str, ExportedTensor] = self.manifest.models[model].tensors
+        self._require_config()
         self._own = {name: files.own(model, tensor) for name, tensor in self.tensors.items()}
         # Where each is read, and its name there.
         self._held = {n: files.place(model, t) or (self._own[n], n) for n, t in self.tensors.items()}
@@ -126,8 +128,8 @@ class MappedModel:
         """Map every file of the model whose directory this is, and hold the headers to the manifest beside it.
 
         Raises ProofError where the manifest cannot be read, is of another schema version, or says otherwise than a
-        header; CheckpointError where the directory is none of the export's models, or a file is missing, a link to
-        nothing, cut short, or not safetensors.
+        header or the configuration; CheckpointError where the directory is none of the export's models, or a file is
+        missing, a link to nothing, cut short, or not safetensors.
         """
         directory = directory.resolve()
         manifest = read_manifest(directory.parent)
@@ -208,11 +210,23 @@ class MappedModel:
 
     def config(self) -> dict[str, Any]:
         """Its config.json. Raises CheckpointError where that cannot be read."""
-        path = self.directory / "config.json"
+        path = self.directory / CONFIG
         try:
             return read_json(path)
         except (OSError, ValueError) as error:
             raise _damaged(self.model, path, f"cannot be read: {error}") from None
+
+    def _require_config(self) -> None:
+        """The same tensors are another model by another configuration."""
+        path, expected = self.directory / CONFIG, self.manifest.models[self.model].files.get(CONFIG)
+        if expected is None:
+            return
+        if not path.is_file():
+            raise _damaged(self.model, path, "is no file" if path.exists() else "is missing")
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != expected:
+            message = f"is not what was exported: its digest is {found}, {expected} is expected"
+            raise ProofError(message, model=self.model, file=str(path), remedy=RESTORE)
 
     def _raw(self, name: str) -> memoryview:
         shard, there = self._held[name]

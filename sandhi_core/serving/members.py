@@ -12,7 +12,7 @@ from sandhi_core.deploy import vllm
 from sandhi_core.deploy.bases import BaseServer
 from sandhi_core.deploy.check import check_deployment
 from sandhi_core.deploy.spec import DeploymentSpec, Engine, Server
-from sandhi_core.disk import LINKS
+from sandhi_core.disk import LINKS, beside_weights
 from sandhi_core.errors import PreflightError, ProofError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, unlinked
 from sandhi_core.records import Manifest
@@ -76,13 +76,15 @@ def opened(export: Path) -> Deployed:
 
     Raises ProofError and CheckpointError where the manifest cannot be read, or a file is missing, has another size or
     header than it says, or is linked otherwise; PreflightError where deployment.json is missing or is not what follows
-    from it.
+    from it, or a file beside the weights is not what was exported.
     """
     root = export.resolve()
     if not (root / MANIFEST).is_file():
         raise UsageError(f"{export} holds no {MANIFEST}", remedy="give the directory of a whole export")
     manifest = read_manifest(root)
     problems = [problem for problem in check_deployment(root, manifest) if problem.severity == "error"]
+    for name, model in sorted(manifest.models.items()):
+        problems += beside_weights(root, name, model)  # small, and a tokenizer or a configuration changes answers too
     if problems:
         raise PreflightError(problems)
     for _ in MappedModel.each(root, manifest):  # it raises where files are not what the manifest says

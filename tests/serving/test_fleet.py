@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from sandhi_core.__main__ import main
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import PreflightError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT
@@ -194,6 +195,9 @@ DAMAGE = {
     "command": lambda root: _edit(root, point="other"),
     "file": lambda root: _cut(root),
     "links": lambda root: _copied(root),
+    "configuration": lambda root: _replaced(root / "tied" / "config.json", b"{}"),
+    "tokenizer": lambda root: _replaced(root / "single" / "tokenizer.json", b"{}"),
+    "index": lambda root: (root / "tied" / "model.safetensors.index.json").unlink(),
 }
 
 
@@ -205,14 +209,15 @@ def _edit(root: Path, **changes: str) -> None:
 
 def _cut(root: Path) -> None:
     path = root / "tied" / "private.safetensors"
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data[:-8])
+    _replaced(path, path.read_bytes()[:-8])
 
 
 def _copied(root: Path) -> None:
     path = next((root / "tied").glob("shared-*"))
-    data = path.read_bytes()
+    _replaced(path, path.read_bytes())
+
+
+def _replaced(path: Path, data: bytes) -> None:
     path.unlink()
     path.write_bytes(data)
 
@@ -342,6 +347,26 @@ def test_a_taken_port_is_told_before_anything_starts(export: Path, engine: Path)
             assert process.wait(60) == 1
             assert process.stderr is not None and "starting" not in process.stderr.read()
     assert f"port {first + 2} of 127.0.0.1 is in use" in problem["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--python", "/nowhere/python"), "--python '/nowhere/python' is no program"),
+        (("--proxy", "/nowhere/python"), "--proxy '/nowhere/python' is no program"),
+        (("--proxy", "--proxy-port", "99999"), "--proxy-port 99999 is no port"),
+        (("--proxy", "--port-base", "23456", "--proxy-port", "23457"), "--proxy-port 23457 is the port of single"),
+        (("--ready-timeout", "nan"), "nan is no number of seconds"),
+        (("--", "--port", "23999"), "--port after -- would move a server"),
+        (("--", "--host=0.0.0.0"), "--host=0.0.0.0 after -- would move a server"),
+    ],
+)
+def test_what_can_be_told_beforehand_is(
+    export: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert main(["serve", str(export), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "starting" not in said
 
 
 def test_a_proxy_that_others_reach_needs_a_key(export: Path, engine: Path) -> None:

@@ -281,6 +281,19 @@ def test_a_file_that_is_not_the_manifests_is_refused(copy: Path, kind: str) -> N
     MappedModel.open(copy / "sharded")  # has files of its own here
 
 
+def test_another_configuration_is_refused(copy: Path) -> None:
+    """The same tensors would answer otherwise."""
+    config = copy / "tied" / "config.json"
+    data = json.loads(config.read_text())
+    config.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        MappedModel.open(copy / "tied")
+    config.write_text(json.dumps(data | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ProofError, match="is not what was exported: its digest is") as caught:
+        MappedModel.open(copy / "tied")
+    assert (caught.value.problem.model, caught.value.problem.file) == ("tied", str(config))
+
+
 def test_a_manifest_of_another_version_is_refused(copy: Path) -> None:
     other_version(copy)
     with pytest.raises(ProofError, match=r"is of schema version 2, this Sandhi reads 1 .use the Sandhi that wrote it"):

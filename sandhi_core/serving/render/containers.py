@@ -1,5 +1,6 @@
 """What a container of a member is, whoever runs it."""
 
+import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -16,6 +17,8 @@ RUNTIME_BYTES = 2 << 30
 READY_SECONDS = 1800
 """How long a server may take to load before it counts as failed."""
 STOP_SECONDS = 30
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")  # DNS subdomain (RFC 1123), as Kubernetes names objects
+_HOST = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,19 @@ class Target:
 
     @classmethod
     def of(cls, image: str | None, path: str | None, claim: str | None, host: str | None) -> "Target":
-        """Raises UsageError for a path that a machine's mount cannot have, or a claim's can."""
+        """Raises UsageError for what a mount, a claim or an address cannot be: the file would not be valid."""
+        for option, given in (("--image", image), ("--path", path), ("--claim", claim), ("--host", host)):
+            if given is not None and not given.isprintable():
+                raise UsageError(f"{option} {given!r} has unprintable characters", remedy="leave them out")
         if path and not claim and not path.startswith("/"):
             raise UsageError(f"--path {path} is relative", remedy="give it from / on, as it is on the machine")
+        if path and not claim and ".." in path.split("/"):
+            raise UsageError(f"--path {path} has .. in it", remedy="give it without: Kubernetes refuses it")
+        if claim is not None and not _CLAIM.fullmatch(claim):
+            remedy = "give its name: lower-case letters, digits, - and ."
+            raise UsageError(f"--claim {claim!r} is no name of a claim", remedy=remedy)
+        if host is not None and not _HOST.fullmatch(host):
+            raise UsageError(f"--host {host!r} is no host", remedy="give a name or an address, without scheme and port")
         if path and claim and (path.startswith("/") or ".." in path.split("/")):
             raise UsageError(f"--path {path} leads out of the claim", remedy="give it relative to the claim's volume")
         return cls(image or IMAGE, path or "", claim, host)

@@ -6,6 +6,7 @@ from typing import Literal
 from sandhi_core.errors import StoreError, UsageError
 from sandhi_core.files import write_atomic
 from sandhi_core.serving.members import Deployed, Member
+from sandhi_core.serving.processes import shown_host
 from sandhi_core.serving.render.compose import compose
 from sandhi_core.serving.render.containers import Target
 from sandhi_core.serving.render.kubernetes import kubernetes
@@ -24,7 +25,7 @@ def rendered(to: To, deployed: Deployed, members: tuple[Member, ...], target: Ta
         case "kubernetes":
             return kubernetes(deployed, members, target)
         case "litellm":
-            return proxy_config(members, target.host)
+            return proxy_config(members, target.host and shown_host(target.host))
 
 
 def _require_told_apart(members: tuple[Member, ...]) -> None:
@@ -38,7 +39,10 @@ def _require_told_apart(members: tuple[Member, ...]) -> None:
 
 
 def write(to: To, deployed: Deployed, members: tuple[Member, ...], target: Target, folder: Path) -> Path:
-    """Write the rendering into `folder` as `<to>.yaml`; returns its path. Raises StoreError where it cannot be."""
+    """Write the rendering into `folder` as `<to>.yaml`; returns its path. Raises StoreError where it cannot be,
+    UsageError within the export, which a further file would damage."""
+    if folder.resolve().is_relative_to(deployed.root):
+        raise UsageError(f"--out {folder} is in the export, which nothing is added to", remedy="name another directory")
     path = folder / f"{to}.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)

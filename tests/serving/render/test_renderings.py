@@ -192,7 +192,12 @@ def test_two_models_of_one_label_are_refused(export: Deployed, chosen: tuple[Mem
 
 @pytest.mark.parametrize(
     ("path", "claim", "message"),
-    [("srv/p", None, "is relative"), ("/srv/p", "c", "out of the claim"), ("a/../../b", "c", "out of the claim")],
+    [
+        ("srv/p", None, "is relative"),
+        ("/srv/p", "c", "out of the claim"),
+        ("a/../../b", "c", "out of the claim"),
+        ("/a/../b", None, "has .. in it"),
+    ],
 )
 def test_paths_that_cannot_be_mounted(path: str, claim: str | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -214,6 +219,34 @@ def test_the_command_writes_one_file_and_says_which(
     assert Path(found["written"][0]).read_bytes() == rendered("compose", export, chosen, Target())
     wrong = subprocess.run([*command, "--claim", "x"], cwd=CHECKOUT, capture_output=True, text=True)
     assert wrong.returncode == 2 and "--claim is for --to kubernetes" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"claim": "UP per"}, "--claim 'UP per' is no name of a claim"),
+        ({"claim": "-a"}, "is no name of a claim"),
+        ({"image": "a\n- b: c"}, "--image .* has unprintable characters"),
+        ({"path": "/a\x00b"}, "--path .* has unprintable characters"),
+        ({"host": "a b/c@d"}, "--host 'a b/c@d' is no host"),
+    ],
+)
+def test_what_no_tool_would_take(given: dict[str, str], message: str) -> None:
+    nothing = dict.fromkeys(("image", "path", "claim", "host"))
+    with pytest.raises(UsageError, match=message):
+        Target.of(**nothing | given)
+
+
+def test_an_address_of_colons_is_put_in_brackets(export: Deployed, chosen: tuple[Member, ...]) -> None:
+    (document,) = documents(rendered("litellm", export, chosen, Target.of(None, None, None, "::1")))
+    addresses = [model["litellm_params"]["api_base"] for model in document["model_list"]]
+    assert addresses and all(address.startswith("http://[::1]:") for address in addresses)
+
+
+def test_nothing_is_written_into_the_export(export: Deployed, chosen: tuple[Member, ...]) -> None:
+    with pytest.raises(UsageError, match="is in the export"):
+        write("compose", export, chosen, Target(), export.root / "deploy")
+    assert not (export.root / "deploy").exists()
 
 
 def test_a_folder_that_cannot_be_is_an_error(export: Deployed, chosen: tuple[Member, ...], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A real vLLM serves exports: what it answers is what was scored, what is shared lies in memory once, and what it
 cannot serve it refuses."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -218,7 +219,11 @@ def faults(engines: Engines, trained_export: Path, tmp_path_factory: pytest.Temp
     raw = bytearray(flipped.read_bytes())
     raw[-1] ^= 1
     flipped.write_bytes(raw)
-    edit_json(damaged["shape"] / "first" / "config.json", num_key_value_heads=4)
+    config = damaged["shape"] / "first" / "config.json"
+    edit_json(config, num_key_value_heads=4)
+    said = json.loads((damaged["shape"] / "sandhi.json").read_text())
+    said["models"]["first"]["files"]["config.json"] = hashlib.sha256(config.read_bytes()).hexdigest()
+    (damaged["shape"] / "sandhi.json").write_text(json.dumps(said))
     full = {"dtype": "float32", "model_loader_extra_config": {"digests": "full"}}
     asked = {case: engines.start(root / "first", **full) for case, root in damaged.items()}
     first = trained_export / "first"

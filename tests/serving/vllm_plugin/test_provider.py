@@ -111,5 +111,5 @@ def test_a_model_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 def test_a_configuration_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     root, _ = make_case(tmp_path, make_models(tmp_path / "models")).exported()
     (root / "tied" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"model tied file \S+config\.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model tied file \S+config\.json: is missing"):
         opened(root / "tied")
