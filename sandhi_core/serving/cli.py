@@ -5,6 +5,7 @@ Standard output carries the answer (with --json, one JSON document); progress an
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -191,8 +192,12 @@ def _seconds(given: str) -> float:
 
 
 def _python(given: str) -> str:
-    """Servers run in another directory: a relative path is made absolute; a bare name is looked up as shells do."""
-    return str(Path(given).expanduser().absolute()) if "/" in given else given
+    """Servers run in another directory: the path of a program is made absolute, and links stay: a virtual environment
+    is found by them. Raises UsageError where there is none."""
+    found = shutil.which(Path(given).expanduser())
+    if found is None:
+        raise UsageError(f"{given!r} is no program", remedy="give the path of a Python interpreter")
+    return str(Path(found).absolute())
 
 
 # --- render -------------------------------------------------------------------------------------------------
