@@ -8,6 +8,7 @@ stopped by Ctrl-C or SIGTERM.
 import argparse
 import io
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -231,8 +232,12 @@ def _seconds(given: str) -> float:
 
 
 def _python(given: str) -> str:
-    """Servers run in another directory: a relative path is made absolute; a bare name is looked up as shells do."""
-    return str(Path(given).expanduser().absolute()) if "/" in given else given
+    """Servers run in another directory: the path of a program is made absolute, and links stay: a virtual environment
+    is found by them. Raises UsageError where there is none."""
+    found = shutil.which(Path(given).expanduser())
+    if found is None:
+        raise UsageError(f"{given!r} is no program", remedy="give the path of a Python interpreter")
+    return str(Path(found).absolute())
 
 
 # --- render -------------------------------------------------------------------------------------------------

@@ -174,7 +174,6 @@ def running(
     Raises UsageError for a Python that is not there, or a port that is none or a server's already, and ServingError
     where one is taken, before anything starts; ServingError also where a server does not come up.
     """
-    _require_programs(settings)
     for member in members:
         require_free(member.name, settings.host, member.port)
     if settings.proxy is not None:
@@ -241,12 +240,6 @@ def _owners(members: Sequence[Member]) -> list[Owner]:
     """One for each rank, where a member needs them: all of an export go by the same."""
     needed = {(member.owner, member.ranks) for member in members if member.owner is not None}
     return [owner for path, ranks in sorted(needed) for owner in owners(path, ranks)]
-
-
-def _require_programs(settings: Settings) -> None:
-    for option, python in (("--python", settings.python), ("--proxy", settings.proxy)):
-        if python is not None and shutil.which(python) is None:
-            raise UsageError(f"{option} {python!r} is no program", remedy="give the path of a Python interpreter")
 
 
 def _require_proxy_port(members: Sequence[Member], port: int) -> None:

@@ -352,8 +352,8 @@ def test_a_taken_port_is_told_before_anything_starts(export: Path, engine: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--python", "/nowhere/python"), "--python '/nowhere/python' is no program"),
-        (("--proxy", "/nowhere/python"), "--proxy '/nowhere/python' is no program"),
+        (("--python", "/nowhere/python"), "'/nowhere/python' is no program"),
+        (("--proxy", "/nowhere/python"), "'/nowhere/python' is no program"),
         (("--proxy", "--proxy-port", "99999"), "--proxy-port 99999 is no port"),
         (("--proxy", "--port-base", "23456", "--proxy-port", "23457"), "--proxy-port 23457 is the port of single"),
         (("--ready-timeout", "nan"), "nan is no number of seconds"),
@@ -362,8 +362,13 @@ def test_a_taken_port_is_told_before_anything_starts(export: Path, engine: Path)
     ],
 )
 def test_what_can_be_told_beforehand_is(
-    export: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    export: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.setenv("SANDHI_VLLM_PYTHON", sys.executable)
     assert main(["serve", str(export), *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and "starting" not in said
