@@ -17,7 +17,7 @@ from sandhi_core.files import write_atomic
 from sandhi_core.records import OperatingPoints, Savings, SharingProof, digest_of
 from sandhi_core.report import figures, outcome, page, style, tables
 from sandhi_core.report.data import ReportData, SlotState, slot_states
-from sandhi_core.report.words import count, percent, size
+from sandhi_core.words import count, percent, size
 
 PAGE = "report.html"
 _OF_ONE_MODEL = "trajectory-"
