@@ -21,7 +21,7 @@ from pipelines.settings import default_root
 from sandhi_core.answering import ENDINGS, deliver, failure, signal_noted
 from sandhi_core.errors import UsageError
 from sandhi_core.serving import cli as serving
-from sandhi_core.verification_arguments import add_arguments
+from sandhi_core.verification.arguments import add_arguments
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": (
@@ -180,13 +180,13 @@ def _build(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
 
 
 def _verify(arguments: argparse.Namespace, root: Path) -> tuple[Any, int]:
-    from sandhi_core.report.text import print_verify
-    from sandhi_core.verification import verify_all
+    from sandhi_core.verification.exports import verify_all
+    from sandhi_core.verification.told import tell
 
     document, tables = verify_all(arguments)
     if not arguments.json:
         for table in tables:
-            print_verify(table)
+            tell(table)
     return (document if arguments.json else None), (0 if document["ok"] else 1)
 
 

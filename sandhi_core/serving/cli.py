@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from sandhi_core.answering import ENDINGS, failure
 from sandhi_core.errors import UsageError
-from sandhi_core.verification_arguments import add_arguments
+from sandhi_core.verification.arguments import add_arguments
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": (
@@ -236,11 +236,15 @@ def _render(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from sandhi_core.serving import told
-    from sandhi_core.verification import verify_all
+    from sandhi_core.verification.exports import verify_all
+    from sandhi_core.verification.told import tell
 
     document, tables = verify_all(arguments)
-    _answer(document) if arguments.json else print("".join(map(told.verified, tables)), end="")
+    if arguments.json:
+        _answer(document)
+    else:
+        for table in tables:
+            tell(table)
     return 0 if document["ok"] else 1
 
 
