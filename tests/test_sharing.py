@@ -616,7 +616,7 @@ def test_what_was_measured_elsewhere_is_left_as_it_is(case: Case) -> None:
 
 def test_another_place_in_the_deployment_is_seen_in_every_command(case: Case) -> None:
     table, ok = verify(edited(deployed(case), lambda d: d.update(export="/elsewhere")))
-    assert not ok and sum("command is not what follows" in m for m in messages(table)) == len(MODELS)
+    assert not ok and sum("shell is not what follows" in m for m in messages(table)) == len(MODELS)
 
 
 def test_servers_are_those_of_the_export(case: Case) -> None:
