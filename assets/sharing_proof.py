@@ -1,5 +1,6 @@
 """sharing_proof[pool]: exported bytes are the scored bytes, held once on disk and in memory; each measured."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import EPSILON
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
 from sandhi_core.layout import DEPLOYMENT
+from sandhi_core.pool import DeploySettings
 from sandhi_core.records import (
     Evaluation,
     MergedWeights,
@@ -15,7 +17,7 @@ from sandhi_core.records import (
     TaskResult,
     Trajectory,
 )
-from sandhi_core.serving.engines import proving
+from sandhi_core.serving.engines import PYTHON, Engine, python_of
 from sandhi_core.serving.measure import compare
 from sandhi_core.sharing import prove
 
@@ -65,8 +67,33 @@ def run(job: Job) -> Outcome:
                 "; ".join(record.problems) or "every digest and answer equal, every claimed byte saved",
             ),
             _within_budgets(job),
+            _measured_as_deployed(pool.deploy, engine),
         ),
     )
+
+
+def proving(deploy: DeploySettings) -> tuple[Engine, str]:
+    """What the memory of a pool's export is proved with, and its Python: the engine that it is deployed on where that
+    maps shared tensors and this machine says by the environment variable where it is, else transformers. The record of
+    the proof says which it was: what one engine shares is no claim for another."""
+    python = os.environ.get(PYTHON, "")
+    if _maps(deploy) and python:
+        return "vllm", python_of("vllm", python)
+    return "transformers", ""
+
+
+def _maps(deploy: DeploySettings) -> bool:
+    """Whether servers of the deployment are vLLM with shared tensors mapped."""
+    return deploy.engine == "vllm" and deploy.plugin and deploy.adapters is None
+
+
+def _measured_as_deployed(deploy: DeploySettings, engine: Engine) -> Check:
+    """No fingerprint knows where engines lie, so this is said rather than made stale."""
+    told = f"memory was measured with {engine}"
+    if _maps(deploy) and engine != "vllm":
+        remedy = f"name the Python of a vLLM with this package by {PYTHON} and materialise sharing_proof again"
+        return Check("measured_as_deployed", False, f"{told}, the pool is deployed on vLLM: {remedy}", warning=True)
+    return Check("measured_as_deployed", True, told, warning=True)
 
 
 def _scored(job: Job, model: str, assignment: Assignment) -> Evaluation:
@@ -99,7 +126,7 @@ STAGE = StageAsset(
     name="sharing_proof",
     description="Every exported tensor re-read and compared with what was scored; bytes shared, on disk and in memory.",
     run=run,
-    checks=("exported_is_scored", "within_budget"),
+    checks=("exported_is_scored", "within_budget", "measured_as_deployed"),
     scores=True,
     kinds=frozenset({"safetensors"}),
 )

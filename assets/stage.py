@@ -43,12 +43,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Check:
-    """The verdict of one asset check."""
+    """The verdict of one asset check; one that is a `warning` stops nothing where it has not passed."""
 
     name: str
     passed: bool
     description: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    warning: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class StageAsset:
                     passed=check.passed,
                     description=check.description,
                     metadata=dict(check.metadata),
-                    severity=dg.AssetCheckSeverity.ERROR,
+                    severity=dg.AssetCheckSeverity.WARN if check.warning else dg.AssetCheckSeverity.ERROR,
                 )
                 for check in outcome.checks
             ],

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from sandhi_core.assignment import factors_among
 from sandhi_core.layout import shards
-from sandhi_core.memory import PAGE
 from sandhi_core.records import ExportedTensor, Manifest
+from sandhi_core.safetensors_file import PAGE
 from sandhi_core.savings import duplicates, padding_of
 
 MEMORY_SHARE = 0.9

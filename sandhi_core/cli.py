@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from sandhi_core.answering import ENDINGS, GOES_ON, Answer, UndeliveredError, failure, signal_noted, write_all
 from sandhi_core.errors import UsageError
-from sandhi_core.verification_arguments import add_arguments
+from sandhi_core.verification.arguments import add_arguments
 
 OF_CHECKOUTS = ("check", "build", "report", "schema")
 """Commands that only a checkout has."""
@@ -274,11 +274,16 @@ def _render(arguments: argparse.Namespace, answer: Answer) -> int:
 
 
 def _verify(arguments: argparse.Namespace, answer: Answer) -> int:
-    from sandhi_core.serving import told
-    from sandhi_core.verification import verify_all
+    from sandhi_core.verification.exports import verify_all
+    from sandhi_core.verification.told import tell
 
     document, tables = verify_all(arguments)
-    answer(document, lambda: print("".join(map(told.verified, tables)), end=""))
+
+    def show() -> None:
+        for table in tables:
+            tell(table)
+
+    answer(document, show)
     return 0 if document["ok"] else 1
 
 

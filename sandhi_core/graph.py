@@ -44,7 +44,7 @@ STAGES: dict[str, Stage] = {
     "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
     "operating_points": Stage("pool", 2, ("checkpoint", "trajectory", "cutoffs", "holdout")),
     "merged_weights": Stage("pool", 3, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
-    "sharing_proof": Stage("pool", 1, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
+    "sharing_proof": Stage("pool", 2, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
     "deployment": Stage("pool", 3, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),
 }
 

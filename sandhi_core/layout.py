@@ -110,6 +110,14 @@ def private_name(model: ExportedModel) -> str:
     return PRIVATE + SUFFIXES[index_name(model)]
 
 
+def main_dtype(model: ExportedModel) -> str:
+    """The dtype that most bytes of its checkpoint have, as a fingerprint names it."""
+    nbytes: Counter[str] = Counter()
+    for name in model.tensors.keys() - factors_among(model.tensors).keys():
+        nbytes[model.tensors[name].dtype] += model.tensors[name].nbytes
+    return max(sorted(nbytes), key=nbytes.__getitem__)
+
+
 def shards(model: ExportedModel) -> dict[str, dict[str, ExportedTensor]]:
     """A model's weight files, each with its tensors by name."""
     by_file: dict[str, dict[str, ExportedTensor]] = {}

@@ -5,6 +5,7 @@ sum over processes counts a shared page once. Only mappings of the models' weigh
 a process (its libraries) is the same whatever the weights are. Linux only.
 """
 
+import errno
 import os
 import re
 from collections import Counter
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sandhi_core.layout import MANIFEST
-from sandhi_core.records import ProcessMemory
-from sandhi_core.safetensors_file import read_header
+from sandhi_core.records import Manifest, ProcessMemory
+from sandhi_core.safetensors_file import PAGE, read_header
 from sandhi_core.survey_files import SUFFIXES
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
 _FIELDS = ("Rss", "Pss", "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")
 Identity = tuple[str, int]
@@ -63,10 +63,24 @@ def weight_files(directory: Path) -> WeightFiles:
     root, below = (directory.parent, "*/") if (directory.parent / MANIFEST).is_file() else (directory, "")
     for path in (path for suffix in SUFFIXES.values() for path in root.glob(f"{below}*{suffix}")):
         status = path.stat()
-        identity = (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino)
+        identity = _identity(status)
         paths[str(path.resolve())] = identity
         sizes[identity] = status.st_size
     return WeightFiles(frozenset(sizes), paths, sizes)
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino
+
+
+def shared_files(export_root: Path, manifest: Manifest) -> dict[Identity, int]:
+    """The files of an export that hold a shared tensor, and its size in bytes."""
+    found: dict[Identity, int] = {}
+    for model in manifest.models.values():
+        for tensor in model.tensors.values():
+            if tensor.sharing != "private":
+                found[_identity((export_root / model.directory / tensor.file).stat())] = tensor.nbytes
+    return found
 
 
 def weights_in(directory: Path) -> Counter[str]:
@@ -117,9 +131,12 @@ class Holder:
 
 
 def holder(model: str, directory: Path, pid: int, unmapped: int) -> Holder:
-    """What a process maps of a model's weight files now. Raises OSError where it is gone."""
+    """What a process maps of a model's weight files now. Raises OSError where it is gone: one that has ended and was
+    not waited for still has its file in /proc, an empty one, and would look as if it held nothing."""
     files = weight_files(directory)
     found = list(mappings(pid))
+    if not found:
+        raise ProcessLookupError(errno.ESRCH, "has ended", f"/proc/{pid}/smaps")
     spans = ((files.get(span), span) for span in found)
     named = tuple((i, s) for i, s in spans if i is not None)
     return Holder(model, unmapped, named, files.sizes, pid, sum(span.pss for span in found))

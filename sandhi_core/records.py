@@ -561,17 +561,21 @@ class ProcessMemory(Record):
     model: str
     rss: int
     pss: int
-    shared: int = 0  # of rss, pages that some other mapping has too
-    private: int = 0  # the rest of it
+    shared: int  # of rss, pages that some other mapping has too
+    private: int  # the rest of it
     private_dirty: int  # of `private`, what was written to and is not on the disk
     unmapped: int  # parameter bytes that are not backed by the files
-    whole: int = 0  # proportional set size of all that the process has
+    whole: int  # proportional set size of all that the process has
 
 
 class MemoryComparison(Record):
+    """The same models served from their originals, and from the export; bytes. `shared`: spared by the processes of the
+    export, from their own mappings alone; `saved`: by how much they take less than those of the originals."""
+
     engine: str
     originals: tuple[ProcessMemory, ...]
     exports: tuple[ProcessMemory, ...]
+    shared: int
     saved: int
 
 

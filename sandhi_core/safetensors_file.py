@@ -48,6 +48,8 @@ _ORDER = {dtype: i for i, dtype in enumerate(DTYPES)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 _CHUNK = 16 << 20  # bytes handed to one write
+PAGE = mmap.PAGESIZE
+"""Bytes of which the kernel maps a file in wholes."""
 ALIGNMENT = 8  # of the first tensor's byte in a file, as safetensors itself does
 
 

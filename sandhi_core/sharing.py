@@ -25,13 +25,14 @@ from sandhi_core.records import (
     SharingProof,
     TaskResult,
 )
-from sandhi_core.serving.measure import compare
 
 ANSWER_TOLERANCE = 1e-4
 """Slack of one question's value: log-likelihoods in fp32 move by up to 4e-5 with the batch they are in. It is
 none for a right or wrong answer (0 or 1)."""
 
 Answers = Callable[[str, Path], Mapping[str, TaskResult]]
+
+Compare = Callable[[Mapping[str, Path], Path, Manifest], MemoryComparison]
 
 
 def prove(
@@ -43,12 +44,13 @@ def prove(
     savings: Savings,
     expected: Mapping[str, Evaluation],
     answers: Answers,
-    compared_by: Callable[[Mapping[str, Path], Mapping[str, Path]], MemoryComparison] = compare,
+    compared_by: Compare,
 ) -> SharingProof:
     """Prove the export `merged` below the artifact root; all mappings by model name.
 
     `assignments` are what was scored in place of the models' own tensors, `expected` how it answered the holdout,
-    `answers` has transformers answer the same questions from a directory. Where the files already
+    `answers` has transformers answer the same questions from a directory, `compared_by` serves the originals, by model,
+    and the export at a root. Where the files already
     differ nothing is loaded from them. Saved in memory beyond the claim (pages are whole) is not counted. What does
     not hold is a problem of the proof, which then did not pass;
     raises ProofError only where the export has no manifest, and what `answers` and `compared_by` raise of one that
@@ -59,16 +61,15 @@ def prove(
     disk = verify_disk(export_root, manifest)
     problems = [*map(_told, disk.problems), *_not_scored(manifest, merged, fingerprints, assignments, expected)]
     checked, equal = dict.fromkeys(expected, 0), dict.fromkeys(expected, 0)
-    compared = MemoryComparison(engine="not measured: the files differ", originals=(), exports=(), saved=0)
+    compared = MemoryComparison(engine="not measured: the files differ", originals=(), exports=(), shared=0, saved=0)
     originals = sum(c.header(name).nbytes for c in checkpoints.values() for name in c.names)
     verified_disk = originals - disk.distinct_bytes if not disk.problems else 0
     if not problems:
-        exported = {name: export_root / model.directory for name, model in manifest.models.items()}
-        for name, directory in exported.items():
-            checked[name], equal[name] = _same_answers(expected[name], answers(name, directory))
-        compared = compared_by({name: c.directory for name, c in checkpoints.items()}, exported)
+        for name, model in manifest.models.items():
+            checked[name], equal[name] = _same_answers(expected[name], answers(name, export_root / model.directory))
+        compared = compared_by({name: c.directory for name, c in checkpoints.items()}, export_root, manifest)
         problems += _wrong_answers(checked, equal)
-        problems += _not_saved(savings.net, verified_disk, compared.saved, manifest)
+        problems += _not_saved(savings.net, verified_disk, compared, manifest)
     return SharingProof(
         pool=merged.pool,
         export=merged.export,
@@ -82,7 +83,7 @@ def prove(
         duplicates=savings.duplicates,
         claimed=savings.net,
         verified_disk=verified_disk,
-        verified_memory=max(min(compared.saved, savings.net), 0),
+        verified_memory=max(min(compared.saved, compared.shared, savings.net), 0),
         memory=compared,
     )
 
@@ -139,15 +140,18 @@ def _wrong_answers(checked: Mapping[str, int], equal: Mapping[str, int]) -> Iter
             )
 
 
-def _not_saved(claimed: int, on_disk: int, in_memory: int, manifest: Manifest) -> Iterator[str]:
+def _not_saved(claimed: int, on_disk: int, in_memory: MemoryComparison, manifest: Manifest) -> Iterator[str]:
     if on_disk != claimed:
         ways = ", ".join(sorted({m.linked for m in manifest.models.values()}))
         yield (
             f"{claimed} bytes are claimed, the files save {on_disk} (linked by {ways}; only one file under "
             "several names is shared: keep the artifact root on one file system with hard links)"
         )
-    if in_memory < least_in_memory(claimed, manifest):
-        yield f"{claimed} bytes are claimed, processes that load the export save {in_memory}"
+    least = least_in_memory(claimed, manifest)
+    if in_memory.shared < least:
+        yield f"{claimed} bytes are claimed, processes that load the export share {in_memory.shared}"
+    if in_memory.saved < least:
+        yield f"{claimed} bytes are claimed, processes that load the export save {in_memory.saved}"
 
 
 def _told(problem: Problem) -> str:

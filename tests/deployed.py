@@ -28,7 +28,7 @@ def deployed(case: Case) -> Path:
         claimed=counted.net,
         verified_disk=counted.net,
         verified_memory=counted.net,
-        memory=MemoryComparison(engine="none", originals=(), exports=(), saved=counted.net),
+        memory=MemoryComparison(engine="none", originals=(), exports=(), shared=counted.net, saved=counted.net),
     )
     configs = {name: checkpoint.config for name, checkpoint in case.checkpoints.items()}
     holdouts = {name: _holdout(name) for name in case.checkpoints}

@@ -22,8 +22,9 @@ SIZE = {
 }
 
 
-def searched_pool(folder: Path, trained: Path, dtype: torch.dtype, **sections: Any) -> Path:
-    """Write the models and the pool file; budgets are so large that everything is shared."""
+def searched_pool(folder: Path, trained: Path, dtype: torch.dtype, *, kin: bool = False, **sections: Any) -> Path:
+    """Write the models and the pool file; budgets are so large that everything is shared. Models that are `kin` differ
+    by what residuals and vectors of rows make good."""
     made: Sequence[str] = tuple(TASKS)
     for seed, name in enumerate(made):
         directory = tiny_llama(folder / name, dtype=dtype, tokenizer=False, **SIZE)
@@ -32,8 +33,8 @@ def searched_pool(folder: Path, trained: Path, dtype: torch.dtype, **sections: A
         generator = torch.Generator().manual_seed(seed)
 
         def vary(tensors: dict[str, torch.Tensor], generator: torch.Generator = generator) -> None:
-            for tensor in tensors.values():
-                tensor += 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+            for tensor_name, tensor in tensors.items():
+                tensor += (tuned if kin else noise)(tensor_name, tensor, generator).to(tensor.dtype)
 
         edit_tensors(directory, vary)
     evaluation = {"include_path": str(trained / "tasks"), "dtype": "float32", "device": "cpu", "threads": 1}
@@ -48,3 +49,17 @@ def searched_pool(folder: Path, trained: Path, dtype: torch.dtype, **sections: A
     path = folder / "searched.yaml"
     path.write_text(yaml.safe_dump(pool))
     return path
+
+
+def noise(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return 0.02 * torch.randn(tensor.shape, generator=generator)
+
+
+def tuned(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Rows of some matrices scaled, a matrix of rank two added to others; all else stays as it is."""
+    if tensor.dim() != 2 or "proj" not in name:
+        return torch.zeros(tensor.shape)
+    rows, columns = tensor.shape
+    if "down_proj" in name or "k_proj" in name:
+        return 0.4 * torch.randn(rows, 1, generator=generator) * tensor
+    return 0.03 * torch.randn(rows, 2, generator=generator) @ torch.randn(2, columns, generator=generator)

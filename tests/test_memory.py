@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.memory import PAGE, Holder, Span, accounts, mappings, shared_bytes, weight_files
+from sandhi_core.memory import Holder, Span, accounts, mappings, shared_bytes, weight_files
+from sandhi_core.memory import holder as held_by
 from sandhi_core.records import ProcessMemory
-from sandhi_core.safetensors_file import map_file
+from sandhi_core.safetensors_file import PAGE, map_file
 from tests.models import WEIGHTS, tiny_llama
 
 SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}
@@ -118,6 +119,20 @@ def test_a_mapped_file_is_found_with_its_resident_pages(tmp_path: Path) -> None:
     assert files.get(span._replace(device="00:00", inode=1)) == files.get(span)  # by path alone
     assert files.get(span._replace(path="/elsewhere")) == files.get(span)  # by inode alone
     assert files.get(span._replace(path="/elsewhere", inode=1)) is None
+
+
+def test_a_process_that_ended_and_was_not_waited_for_holds_nothing_and_is_no_holder(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "m", **SIZE)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert list(mappings(pid)) == []  # and no error
+        with pytest.raises(ProcessLookupError, match="has ended"):
+            held_by("m", directory, pid, 0)
+    finally:
+        os.waitpid(pid, 0)
 
 
 def test_weight_files_are_those_of_either_kind_of_model(tmp_path: Path) -> None:

@@ -11,27 +11,29 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sandhi_core import verification_servers
 from sandhi_core.claims import MEMORY_SHARE, claims_of
 from sandhi_core.deploy.check import check_deployment
 from sandhi_core.disk import verify_disk
-from sandhi_core.errors import Problem, ProofError, UsageError
+from sandhi_core.errors import PreflightError, Problem, ProofError, UsageError
 from sandhi_core.layout import read_manifest, sizes_match
-from sandhi_core.memory import PAGE, Holder, weight_files
+from sandhi_core.memory import Holder, weight_files
 from sandhi_core.pool import DeploySettings
 from sandhi_core.records import (
     Evaluation,
+    Manifest,
     MemoryComparison,
     MergedWeights,
     SharingProof,
     TaskResult,
 )
+from sandhi_core.safetensors_file import PAGE
 from sandhi_core.savings import savings
 from sandhi_core.serving.load import load
-from sandhi_core.serving.measure import Held
+from sandhi_core.serving.measure import Held, compare
 from sandhi_core.sharing import prove
-from sandhi_core.verification import verify
-from sandhi_core.verification_servers import Measuring
+from sandhi_core.verification import servers as verification_servers
+from sandhi_core.verification.exports import verify
+from sandhi_core.verification.servers import Measuring
 from tests.deployed import deployed
 from tests.exported import EMBED, GATE, MODELS, RANKS, UP, Case, make_case, make_models, make_residual, stock
 
@@ -68,8 +70,8 @@ def from_files(name: str, directory: Path) -> dict[str, TaskResult]:
     return answered(stock(directory))
 
 
-def saved(nbytes: int) -> MemoryComparison:
-    return MemoryComparison(engine="none", originals=(), exports=(), saved=nbytes)
+def saved(nbytes: int, shared: int) -> MemoryComparison:
+    return MemoryComparison(engine="none", originals=(), exports=(), shared=shared, saved=nbytes)
 
 
 def proof_of(
@@ -78,15 +80,16 @@ def proof_of(
     merged: MergedWeights | None = None,
     in_memory: int | None = None,
     claimed: int | None = None,
+    shared: int | None = None,
 ) -> SharingProof:
     """A proof with the memory given instead of measured."""
     counted = savings(case.assignments, case.fingerprints)
     if claimed is not None:
         counted = counted.model_copy(update={"freed": claimed})
 
-    def compare(originals: Mapping[str, Path], exports: Mapping[str, Path]) -> MemoryComparison:
+    def given(originals: Mapping[str, Path], export_root: Path, manifest: Manifest) -> MemoryComparison:
         assert originals == {n: c.directory for n, c in case.checkpoints.items()}
-        return saved(counted.net if in_memory is None else in_memory)
+        return saved(counted.net if in_memory is None else in_memory, counted.net if shared is None else shared)
 
     return prove(
         merged or case.export(),
@@ -97,7 +100,7 @@ def proof_of(
         counted,
         expected,
         from_files,
-        compare,
+        given,
     )
 
 
@@ -112,7 +115,9 @@ def test_a_sound_export_is_proved_with_real_processes(case: Case, expected: dict
         counted,
         expected,
         from_files,
+        compare,
     )
+    assert proof.memory.shared >= MEMORY_SHARE * proof.claimed
     assert proof.problems == () and proof.passed
     assert proof.claimed == proof.verified_disk == counted.net == 3 * 256 * 128 * 4 + 64 * 128 * 4
     # pages: each of the four shards in their seven places may map one page more than its data
@@ -215,6 +220,14 @@ def test_less_saved_in_memory_than_claimed_fails(case: Case, expected: dict[str,
     assert problem == f"{claimed} bytes are claimed, processes that load the export save {least - 2}"
 
 
+def test_what_is_saved_but_not_shared_is_not_proved(case: Case, expected: dict[str, Evaluation]) -> None:
+    """As where a server has died: what it held looks saved."""
+    claimed = savings(case.assignments, case.fingerprints).net
+    proof = proof_of(case, expected, shared=0)
+    assert not proof.passed and proof.verified_memory == 0
+    assert proof.problems == (f"{claimed} bytes are claimed, processes that load the export share 0",)
+
+
 def test_no_more_is_verified_in_memory_than_is_claimed(case: Case, expected: dict[str, Evaluation]) -> None:
     claimed = savings(case.assignments, case.fingerprints).net
     proof = proof_of(case, expected, in_memory=claimed + 3 * PAGE)
@@ -256,7 +269,15 @@ def proved(case: Case) -> SharingProof:
     }
     counted = savings(case.assignments, case.fingerprints)
     return prove(
-        case.export(), case.root, case.checkpoints, case.fingerprints, case.assignments, counted, expected, loaded
+        case.export(),
+        case.root,
+        case.checkpoints,
+        case.fingerprints,
+        case.assignments,
+        counted,
+        expected,
+        loaded,
+        compare,
     )
 
 
@@ -464,6 +485,23 @@ def test_models_that_cannot_be_loaded_are_a_problem(case: Case, monkeypatch: pyt
     assert not ok and messages(table) == ["stock transformers cannot load it"] and table["memory"] is None
 
 
+def test_what_was_measured_is_told_although_a_comparison_fails(
+    case: Case, directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers of the export stood, those of the originals do not start, for two reasons."""
+    reasons = [Problem(code="vllm", severity="error", message=m, remedy="mend it") for m in ("first", "second")]
+
+    def hold(given: Mapping[str, Path], *words: object, plugin: bool = True, **more: object) -> Held:
+        if not plugin:
+            raise PreflightError(reasons)
+        return nothing_mapped(given)
+
+    monkeypatch.setattr(verification_servers, "hold", hold)
+    table, ok = verify(deployed(case), Measuring(originals=directories))
+    assert not ok and messages(table)[:2] == ["first", "second"]
+    assert table["memory"]["servers"].keys() == set(MODELS) and table["memory"]["originals"] is None
+
+
 def test_nothing_is_loaded_from_an_export_that_is_not_sound(case: Case) -> None:
     table, ok = verify(edited(deployed(case), lambda d: d["claims"].update(claimed=1)), Measuring())
     assert not ok and table["memory"] is None
@@ -578,7 +616,7 @@ def test_what_was_measured_elsewhere_is_left_as_it_is(case: Case) -> None:
 
 def test_another_place_in_the_deployment_is_seen_in_every_command(case: Case) -> None:
     table, ok = verify(edited(deployed(case), lambda d: d.update(export="/elsewhere")))
-    assert not ok and sum("command is not what follows" in m for m in messages(table)) == len(MODELS)
+    assert not ok and sum("shell is not what follows" in m for m in messages(table)) == len(MODELS)
 
 
 def test_servers_are_those_of_the_export(case: Case) -> None:

@@ -6,20 +6,18 @@ the device's size, and with what memory was measured. Notes for people are no fi
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sandhi_core.assignment import factors_among
 from sandhi_core.claims import claims_of
 from sandhi_core.deploy.bases import Adapted, Scored
 from sandhi_core.deploy.spec import DeploymentSpec, Server, serve
 from sandhi_core.disk import unreadable
 from sandhi_core.errors import Problem, SandhiError
-from sandhi_core.layout import DEPLOYMENT, OTHER_VERSION, other_version
+from sandhi_core.layout import DEPLOYMENT, OTHER_VERSION, main_dtype, other_version
 from sandhi_core.records import ExportedModel, Manifest
 
 AGAIN = f"restore {DEPLOYMENT} from where the export was built, or remove it and build again"
@@ -94,14 +92,6 @@ def _config(export_root: Path, model: ExportedModel) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = json.loads(data)
     return config
-
-
-def main_dtype(model: ExportedModel) -> str:
-    """The dtype that most bytes of its checkpoint have, as a fingerprint names it."""
-    nbytes: Counter[str] = Counter()
-    for name in model.tensors.keys() - factors_among(model.tensors).keys():
-        nbytes[model.tensors[name].dtype] += model.tensors[name].nbytes
-    return max(sorted(nbytes), key=nbytes.__getitem__)
 
 
 def _figures(spec: DeploymentSpec) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from sandhi_core.records import Component, OperatingPoint, OperatingPoints, Profile, Step, Trajectory
 from sandhi_core.report import style
-from sandhi_core.report.words import brief, number
+from sandhi_core.words import brief, number
 
 COMPONENTS: tuple[Component, ...] = ("attn", "mlp")
 ANNOTATED_LAYERS = 14  # up to so many layers a cell has room for its value

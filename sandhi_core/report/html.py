@@ -19,7 +19,7 @@ from sandhi_core.report import figures, notes, outcome, page, style, tables
 from sandhi_core.report.data import ReportData, SlotState, slot_states
 from sandhi_core.report.outdated import outdated
 from sandhi_core.report.ranks import ranks_tables
-from sandhi_core.report.words import count, percent, size
+from sandhi_core.words import count, percent, size
 
 PAGE = "report.html"
 _OF_ONE_MODEL = "trajectory-"

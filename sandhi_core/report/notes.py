@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from sandhi_core.report.words import size
+from sandhi_core.words import size
 
 QUALITY = (
     "Changes are turned so that negative is worse. Within budget: the measured change keeps the budget.",

@@ -10,7 +10,7 @@ from sandhi_core.records import HoldoutScore, HoldoutTask, ProcessMemory, Saving
 from sandhi_core.report import style
 from sandhi_core.report.data import SlotState, State
 from sandhi_core.report.figures import ANNOTATED_LAYERS, layer_axis
-from sandhi_core.report.words import percent, signed, size
+from sandhi_core.words import percent, signed, size
 
 HIDDEN_BEYOND = 2.5  # budgets; wider intervals are cut there, so that the budget's line stays in sight
 

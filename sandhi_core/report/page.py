@@ -8,7 +8,7 @@ from sandhi_core.adapters import summary as stock_summary
 from sandhi_core.records import HoldoutTask, OperatingPoint, Trajectory
 from sandhi_core.report import notes
 from sandhi_core.report.data import ReportData, SlotState
-from sandhi_core.report.words import NOT_MEASURED, count, number, percent, signed, size, yes
+from sandhi_core.words import NOT_MEASURED, count, number, percent, signed, size, yes
 
 Tone = Literal["good", "bad", "open", "plain"]
 NOTHING_YET = "nothing here yet"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sandhi_core.errors import Problem
 from sandhi_core.report import notes
-from sandhi_core.report.words import count, number, percent, signed, size, yes
+from sandhi_core.words import count, number, percent, signed, size, yes
 
 NEVER_FOLDED = 10_000
 """Columns of every output: terminals fold lines by themselves, and whatever reads a pipe wants them whole."""
@@ -190,72 +190,3 @@ def _bytes(found: Mapping[str, int]) -> _Titled:
     told = {key: words for key, words in _BYTES.items() if key != "added" or found[key]}
     rows = [(words, size(found[key]), f"{found[key]:,}", percent(found[key], whole)) for key, words in told.items()]
     return _table("Bytes", ("bytes", "size", "exactly", "of all"), rows, words=1)
-
-
-def print_verify(table: Mapping[str, Any]) -> None:
-    """What an export holds and shares, what its servers were found to hold and answer, and everything that is not as
-    its manifest and deployment say."""
-    console = _console()
-    kinds = ("private", "duplicate", "merged")
-    rows = [
-        (model, *(f"{row[k]['tensors']} ({size(row[k]['bytes'])})" for k in kinds), row["linked"])
-        for model, row in table["models"].items()
-    ]
-    title = f"Export of pool {table['pool']} at point {table['point']}: tensors (bytes)"
-    console.print(_table(title, ("model", "private", "duplicate", "merged", "linked"), rows, words=1))
-    total, distinct = table["bytes"]["models"], table["bytes"]["distinct"]
-    console.print(f"{size(total)} of weights in {size(distinct)} of files: {percent(total - distinct, total)} shared.")
-    if table["memory"] is not None:
-        _measured(console, table["bytes"], table["memory"])
-    if table["answers"] is not None:
-        _answers(console, table["answers"])
-    _problems(table["problems"])
-    errors = sum(p["severity"] == "error" for p in table["problems"])
-    verdict = count(errors, "error") if errors else "everything is as recorded"
-    console.print(f"{count(table['tensors_checked'], 'tensor')} re-read: {verdict}")
-
-
-_HELD = ("rss", "pss", "shared", "private", "unmapped", "whole")
-
-
-def _measured(console: Console, found: Mapping[str, int], memory: Mapping[str, Any]) -> None:
-    """Servers of the export, and of the originals where they are known; then the savings, one way of counting each."""
-    for what, servers in (("export", memory), ("originals", memory["originals"])):
-        if servers is not None:
-            console.print(_processes(f"Servers of the {what}: {servers['engine']}", servers))
-    savings = {"claimed": found["claimed"], "on disk": found["saved"], "in memory, shared": memory["shared"]}
-    if memory["saved"] is not None:
-        savings["in memory, less than the originals"] = memory["saved"]
-    whole = found["checkpoints"]
-    rows = [(words, size(n), f"{n:,}", percent(n, whole)) for words, n in savings.items()]
-    console.print(_table("Saved", ("bytes", "size", "exactly", "of all"), rows, words=1))
-
-
-def _processes(title: str, found: Mapping[str, Any]) -> _Titled:
-    """A line for each process that holds any weights, for what the others of a server take, and for all of them."""
-    rows = []
-    for model, server in found["servers"].items():
-        first, *rest = server["processes"]
-        rows.append((model, str(first["pid"]), *_held(first), f"{1000 * server['seconds']:,.0f} ms"))
-        if rest:
-            others = {key: sum(process[key] for process in rest) for key in _HELD}
-            rows.append(("", count(len(rest), "other"), *_held(others), ""))
-    rows.append(("all", "", *_held(found["sum"]), ""))
-    columns = ("model", "process", "resident", "PSS", "shared", "private", "copies", "whole process", "a request")
-    return _table(title, columns, rows, words=2)
-
-
-def _held(process: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(size(process[key]) for key in _HELD)
-
-
-def _answers(console: Console, answers: Mapping[str, Any]) -> None:
-    rows = [
-        (model, a["dtype"], str(a["prompts"]), str(a["tokens"]), str(a["different"]), str(a["ties"]),
-         f"{a['largest']:.1e}", _verdict(a["equal"]))
-        for model, a in answers.items()
-    ]  # fmt: skip
-    columns = ("model", "dtype", "prompts", "tokens", "others", "of them ties", "log-probability off by", "the same")
-    console.print(_table("Answers of the servers, held to the evaluator", columns, rows, words=2))
-    for model, a in answers.items():
-        console.print(Text(f"{model} is held to {a['reference']}."))

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -10,8 +9,8 @@ from torch.nn import Module
 from sandhi_core.memory import mappings, weight_files
 from sandhi_core.rungs.residual import factors
 
-WORKER = f"{__name__}.Worker"
-"""What vLLM takes for --worker-extension-cls."""
+FOLDER = "SANDHI_CENSUS"
+"""The environment variable that names the folder in which a server's workers tell what they hold."""
 
 
 def unmapped_bytes(network: Module, directory: Path) -> int:
@@ -37,11 +36,13 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-class Worker:
-    """A question to vLLM's workers, as their extension (vLLM 0.32, vllm/v1/worker/worker_base.py)."""
+def tell(folder: Path, unmapped: int) -> None:
+    """Leave a file that only this user can read: what this process holds beside the model's files. Raises OSError."""
+    target = os.open(folder / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(target, "w") as file:
+        file.write(str(unmapped))
 
-    model_runner: Any
 
-    def sandhi_census(self, directory: str) -> dict[str, int]:
-        """This worker's process, and the bytes of parameters that it holds beside the model's files."""
-        return {"pid": os.getpid(), "unmapped": unmapped_bytes(self.model_runner.model, Path(directory))}
+def told(folder: Path) -> dict[int, int]:
+    """By process, what all that are ready have told."""
+    return {int(path.name): int(path.read_text()) for path in sorted(folder.iterdir())}

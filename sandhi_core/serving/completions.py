@@ -5,6 +5,7 @@ Everything that a server could take from a model's `generation_config.json` is s
 the weights alone.
 """
 
+import http.client
 import json
 import math
 import urllib.error
@@ -64,13 +65,18 @@ def body(model: str, completion: Completion) -> dict[str, Any]:
     return {"object": "text_completion", "model": model, "choices": [choice]}
 
 
-def fetch(url: str, asked: Mapping[str, Any] | None = None, timeout: float = 120.0) -> bytes:
-    """What a server answers to GET, or to POST of JSON. Raises OSError."""
+def fetch(url: str, model: str, asked: Mapping[str, Any] | None = None, timeout: float = 120.0) -> Any:
+    """The JSON that the server of `model` answers to GET, or to POST of JSON. Raises ServingError where it does not."""
     data = None if asked is None else json.dumps(asked).encode()
     headers = {"Content-Type": "application/json"}
-    with _direct.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
-        found: bytes = answer.read()
-        return found
+    try:
+        with _direct.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read(2000).decode(errors="replace").split())
+        raise _wrong(model, f"answers {error.code} to a request: {said[:300]}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _no_answer(model, error) from error
 
 
 def complete(url: str, model: str, prompt: Sequence[int], new_tokens: int, timeout: float = 120.0) -> Completion:
@@ -78,21 +84,22 @@ def complete(url: str, model: str, prompt: Sequence[int], new_tokens: int, timeo
 
     Raises ServingError where it does not answer, or not to what was asked, or with a number that is not finite.
     """
+    found = fetch(url + PATH, model, request(model, prompt, new_tokens), timeout)
     try:
-        found = json.loads(fetch(url + PATH, request(model, prompt, new_tokens), timeout))
         logprobs = found["choices"][0]["logprobs"]
         tokens = tuple(int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"])
         numbers = tuple(float(number) for number in logprobs["token_logprobs"][1:])
-    except urllib.error.HTTPError as error:
-        said = " ".join(error.read(2000).decode(errors="replace").split())
-        raise _wrong(model, f"answers {error.code} to a request: {said[:300]}") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _wrong(model, f"gives no answer: {type(error).__name__}: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _no_answer(model, error) from error
     if tokens[: len(prompt)] != tuple(prompt) or not len(tokens) == len(numbers) + 1 == len(prompt) + new_tokens:
         raise _wrong(model, f"was given {len(prompt)} tokens and asked for {new_tokens}, it answers {len(tokens)}")
     if not all(map(math.isfinite, numbers)):
         raise _wrong(model, "answers with log-probabilities that are not finite", "check the weights that it serves")
     return Completion(tokens, numbers, len(prompt))
+
+
+def _no_answer(model: str, error: Exception) -> ServingError:
+    return _wrong(model, f"gives no answer: {type(error).__name__}: {error}")
 
 
 def _wrong(model: str, message: str, remedy: str = _REMEDY) -> ServingError:

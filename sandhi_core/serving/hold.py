@@ -5,7 +5,8 @@
 One process a model, forked from one that has imported transformers, so that a further model costs no further
 import. Each loads its directory as serving.load does, in the dtype of the files, reads every parameter and residual,
 and answers `/v1/completions` (serving.completions) on a port of its own. Once all have said how it went, their parent
-answers GET on PORT with a line of JSON for each: `{"model", "pid", "port", "unmapped"}`, or `{"model", "error"}`.
+answers GET on PORT with a list, of each `{"model", "pid", "port", "unmapped"}` or `{"model", "error"}`. It waits for
+children that end, so that whoever looks sees that they are gone.
 
 `transformers serve` would be no help here: it leaves residuals out, and gives no log-probabilities.
 """
@@ -46,9 +47,16 @@ def main(arguments: list[str]) -> int:
             _serve(model, Path(directory), saying)
     os.close(saying)
     with os.fdopen(said) as lines:
-        told = "".join(line for _, line in zip(pairs, lines, strict=False))  # one each, or fewer where some have died
-    HTTPServer((HOST, int(port)), _answering(lambda: told)).serve_forever()
+        told = [line for _, line in zip(pairs, lines, strict=False)]  # one each, or fewer where some have died
+    _Parent((HOST, int(port)), _answering(lambda: f"[{','.join(told)}]")).serve_forever()
     return 0
+
+
+class _Parent(HTTPServer):
+    def service_actions(self) -> None:
+        with suppress(ChildProcessError):  # all are gone
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def _serve(model: str, directory: Path, saying: int) -> None:

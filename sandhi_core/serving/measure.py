@@ -1,6 +1,5 @@
 """What models take in the memory of the servers that serve them: started, asked, looked at, ended."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,11 +7,13 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from sandhi_core.claims import claims_of
 from sandhi_core.errors import ServingError
-from sandhi_core.memory import Holder, Identity, accounts, weights_in
-from sandhi_core.records import MemoryComparison, ProcessMemory
+from sandhi_core.memory import Holder, Identity, accounts, shared_bytes, shared_files, weights_in
+from sandhi_core.records import Manifest, MemoryComparison, ProcessMemory
 from sandhi_core.serving.completions import Completion, complete, fetch
-from sandhi_core.serving.engines import TIMEOUT, Engine, Member, serving
+from sandhi_core.serving.engines import Engine
+from sandhi_core.serving.together import TIMEOUT, Served, serving
 
 NEW_TOKENS = 8
 """Tokens that a server is asked for after a prompt."""
@@ -43,30 +44,30 @@ def hold(
     timeout: float = TIMEOUT,
 ) -> Held:
     """Serve every model's directory, all at once; ask each (`prompts`, or a few of no meaning); read what their
-    processes map; end them. `python`, `plugin`: as `engines.serving` has them.
+    processes map; end them. `python`, `plugin`: as `together.serving` has them.
 
     Raises ServingError where a directory cannot be loaded, not all are within `timeout` seconds, or one gives no
-    answer.
+    answer; and what `together.serving` raises before anything is started.
     """
-    with serving(engine, directories, python, plugin=plugin, timeout=timeout) as members:
+    with serving(engine, directories, python, plugin=plugin, timeout=timeout) as servers:
         completions, seconds = {}, {}
-        for member in members:
+        for one in servers:
             began = time.monotonic()
-            completions[member.model] = _asked(member, (prompts or {}).get(member.model, REQUESTS))
-            seconds[member.model] = (time.monotonic() - began) / max(len(completions[member.model]), 1)
-        holders = [one for member in members for one in _held(member, engine, member.holders())]
-        return Held(_named(engine, members, plugin), tuple(holders), completions, seconds)
+            completions[one.model] = _asked(one, (prompts or {}).get(one.model, REQUESTS))
+            seconds[one.model] = (time.monotonic() - began) / max(len(completions[one.model]), 1)
+        holders = [found for one in servers for found in _held(one, engine, one.holders())]
+        return Held(_named(engine, servers, plugin), tuple(holders), completions, seconds)
 
 
-def _asked(member: Member, prompts: Sequence[Sequence[int]]) -> tuple[Completion, ...]:
+def _asked(server: Served, prompts: Sequence[Sequence[int]]) -> tuple[Completion, ...]:
     for prompt in prompts:
-        if len(prompt) + NEW_TOKENS > member.context:
-            message = f"a prompt of {len(prompt)} tokens leaves no room for {NEW_TOKENS} of {member.context}"
-            raise ServingError(message, model=member.model, remedy="give shorter prompts")
-    return tuple(complete(member.url, member.model, prompt, NEW_TOKENS) for prompt in prompts)
+        if len(prompt) + NEW_TOKENS > server.context:
+            message = f"a prompt of {len(prompt)} tokens leaves no room for {NEW_TOKENS} of {server.context}"
+            raise ServingError(message, model=server.model, remedy="give shorter prompts")
+    return tuple(complete(server.url, server.model, prompt, NEW_TOKENS) for prompt in prompts)
 
 
-def _held(member: Member, engine: Engine, found: list[Holder]) -> list[Holder]:
+def _held(server: Served, engine: Engine, found: list[Holder]) -> list[Holder]:
     """vLLM on a CPU packs what it does not map, and no parameter says so: what is mapped nowhere must be held by its
     first worker, in the dtype of the files."""
     if engine == "transformers":
@@ -79,30 +80,51 @@ def _held(member: Member, engine: Engine, found: list[Holder]) -> list[Holder]:
             own[identity] += span.rss
         resident |= own
     mapped = sum(min(rss, first.sizes[identity]) for identity, rss in resident.items())
-    least = weights_in(member.directory).total() - mapped - sum(one.unmapped for one in rest)
+    least = weights_in(server.directory).total() - mapped - sum(one.unmapped for one in rest)
     return [replace(first, unmapped=max(first.unmapped, least)), *rest]
 
 
-def _named(engine: Engine, members: Sequence[Member], plugin: bool) -> str:
+def _named(engine: Engine, servers: Sequence[Served], plugin: bool) -> str:
     if engine == "transformers":
         return f"transformers {version('transformers')} (sandhi_core.serving.load), one process a model, CPU"
-    found = json.loads(fetch(f"{members[0].url}/version"))["version"]
+    found = fetch(f"{servers[0].url}/version", servers[0].model)["version"]
     return f"vLLM {found}{' with the plugin' if plugin else ''}, one OpenAI server a model, CPU"
 
 
-def measure(directories: Mapping[str, Path], timeout: float = TIMEOUT) -> tuple[ProcessMemory, ...]:
-    """What the weights of models held at once by transformers take, by process. Raises as hold does."""
-    return accounts(hold(directories, timeout=timeout).holders)
-
-
 def compare(
-    originals: Mapping[str, Path], exports: Mapping[str, Path], engine: Engine = "transformers", python: str = ""
+    originals: Mapping[str, Path],
+    export_root: Path,
+    manifest: Manifest,
+    engine: Engine = "transformers",
+    python: str = "",
 ) -> MemoryComparison:
-    """The same models served from their original directories, by the engine as it is, then from the exports. Raises as
+    """The same models served from their original directories, by the engine as it is, then from the export. Raises as
     hold does."""
-    before, after = hold(originals, engine, python, plugin=False), hold(exports, engine, python)
+    before, after = (
+        hold(originals, engine, python, plugin=False),
+        hold(served_from(export_root, manifest), engine, python),
+    )
     first, second = accounts(before.holders), accounts(after.holders)
-    return MemoryComparison(engine=after.engine, originals=first, exports=second, saved=taken(first) - taken(second))
+    return MemoryComparison(
+        engine=after.engine,
+        originals=first,
+        exports=second,
+        shared=shared(after, export_root, manifest),
+        saved=taken(first) - taken(second),
+    )
+
+
+def served_from(export_root: Path, manifest: Manifest) -> dict[str, Path]:
+    """By name, the directories of an export's models."""
+    return {name: export_root / model.directory for name, model in sorted(manifest.models.items())}
+
+
+def shared(held: Held, export_root: Path, manifest: Manifest) -> int:
+    """Bytes that servers of an export spare by mapping the same files, less what its models add, as far as it claims
+    them."""
+    claims = claims_of(manifest)
+    found = shared_bytes(held.holders, shared_files(export_root, manifest)) - claims.added
+    return min(max(found, 0), claims.claimed)
 
 
 def taken(processes: Sequence[ProcessMemory]) -> int:

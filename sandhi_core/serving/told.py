@@ -4,8 +4,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sandhi_core.errors import Problem
-
 
 def planned(document: Mapping[str, Any]) -> str:
     """Commands in starting order, each a line for a shell, below a comment with its address."""
@@ -27,14 +25,6 @@ def served(document: Mapping[str, Any]) -> str:
     if document["proxy"]:
         lines += [f"all models at {document['proxy']}"]
     return "".join(f"{line}\n" for line in [*lines, "Ctrl-C stops all servers"])
-
-
-def verified(document: Mapping[str, Any]) -> str:
-    counted = document["bytes"] or {}
-    head = f"{document['export']}: {'sound' if document['ok'] else 'not sound'}"
-    problems = [f"  {Problem.model_validate(problem).line()}" for problem in document["problems"]]
-    sizes = [f"  {name.replace('_', ' ')}: {_size(value)}" for name, value in counted.items()]
-    return "".join(f"{line}\n" for line in [head, *problems, *sizes])
 
 
 def _server(server: Mapping[str, Any]) -> Iterator[str]:

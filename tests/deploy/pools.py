@@ -98,7 +98,7 @@ def proof(**changes: Any) -> SharingProof:
         claimed=140 * KB,
         verified_disk=139 * KB,
         verified_memory=135 * KB,
-        memory=MemoryComparison(engine="transformers", originals=(), exports=(), saved=135 * KB),
+        memory=MemoryComparison(engine="transformers", originals=(), exports=(), shared=135 * KB, saved=135 * KB),
     )
     return passed.model_copy(update=changes)
 

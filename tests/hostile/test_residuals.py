@@ -10,13 +10,13 @@ import torch
 
 from sandhi_core.assignment import factor_names, is_factor, vector_names
 from sandhi_core.disk import verify_disk
-from sandhi_core.errors import CheckpointError, ProofError
+from sandhi_core.errors import CheckpointError, ProofError, ServingError
 from sandhi_core.layout import MANIFEST, read_manifest
 from sandhi_core.safetensors_file import Entry, map_file, raw_bytes, write_safetensors
 from sandhi_core.serving.load import load
-from sandhi_core.serving.measure import measure
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
 from tests.exported import DOWN, EMBED, GATE, NORM, RANKS, UP, VECTORS, make_case, make_models
+from tests.measured import measure
 
 PRIVATE, ADAPTER = "private.sandhi", "adapter_model.sandhi"
 A, B = factor_names(GATE)
@@ -261,7 +261,7 @@ def test_a_damaged_export_is_refused_by_name(kind: str, single: Path) -> None:
 
 def test_processes_tell_why_they_cannot_hold_a_damaged_export(single: Path) -> None:
     shard(single, without=(A,))
-    with pytest.raises(ProofError, match=r"model x: is missing, the other factor of its weight is there"):
+    with pytest.raises(ServingError, match=r"model x file .*single: is missing, the other factor"):
         measure({"x": single})
 
 

@@ -24,20 +24,23 @@ def own_dagster_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DAGSTER_HOME")
 
 
-def sandhi(*arguments: object) -> tuple[int, str, str]:
-    """Run a command in this process: exit status, standard output, standard error."""
+def sandhi(*arguments: object, vllm: Path | None = None) -> tuple[int, str, str]:
+    """Run a command in this process: exit status, standard output, standard error. Proofs measure with transformers,
+    whatever is installed, unless the Python of a vLLM is given."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DAGSTER_HOME", "unset")
         patch.delenv("DAGSTER_HOME")
-        patch.delenv(PYTHON, raising=False)  # proofs measure with transformers, whatever is installed
+        patch.delenv(PYTHON, raising=False)
+        if vllm is not None:
+            patch.setenv(PYTHON, str(vllm))
         status = main([str(a) for a in arguments])
     return status, out.getvalue(), err.getvalue()
 
 
-def built(pool: Path, root: Path, *options: str) -> dict[str, Any]:
+def built(pool: Path, root: Path, *options: str, vllm: Path | None = None) -> dict[str, Any]:
     """Build a pool; its document."""
-    status, out, err = sandhi("build", pool, "--root", root, "--json", *options)
+    status, out, err = sandhi("build", pool, "--root", root, "--json", *options, vllm=vllm)
     assert status == 0, err
     document: dict[str, Any] = json.loads(out)
     return document

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import yaml
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import MemoryComparison, OperatingPoints
-from sandhi_core.sharing import prove
 from sandhi_core.side_files import keep, kept
 from tests.conftest import CHECKOUT
 from tests.evaluation.local_tasks import choice_task
@@ -37,9 +35,9 @@ LOST = ("inputs", "spectra", "store")
 @pytest.fixture(scope="module", autouse=True)
 def only_the_line() -> Iterator[None]:
     """Other tests measure memory, in processes that take seconds to start, and look at reports."""
-    enough = MemoryComparison(engine="not measured in this test", originals=(), exports=(), saved=2**40)
+    enough = MemoryComparison(engine="not measured in this test", originals=(), exports=(), shared=2**40, saved=2**40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("assets.sharing_proof.prove", partial(prove, compared_by=lambda originals, exports: enough))
+        patch.setattr("assets.sharing_proof.compare", lambda *_, **__: enough)
         patch.setattr("pipelines.building.report_pool", lambda file, root: root / "unwritten")
         yield
 

@@ -309,12 +309,16 @@ def groups(fingerprints: dict[str, Fingerprint]) -> dict[str, Groups]:
 def memory(original: dict[str, int], saved: int) -> MemoryComparison:
     def processes(share: float) -> tuple[ProcessMemory, ...]:
         return tuple(
-            ProcessMemory(model=m, rss=n, pss=round(n * share), private_dirty=0, unmapped=4096)
+            ProcessMemory(
+                model=m, rss=n, pss=round(n * share), shared=0, private=n, private_dirty=0, unmapped=4096, whole=n
+            )
             for m, n in original.items()
         )
 
     left = 1 - saved / sum(original.values())
-    return MemoryComparison(engine="transformers", saved=saved, originals=processes(1.0), exports=processes(left))
+    return MemoryComparison(
+        engine="transformers", shared=saved, saved=saved, originals=processes(1.0), exports=processes(left)
+    )
 
 
 def make_data(members: tuple[Member, ...] = MEMBERS) -> ReportData:

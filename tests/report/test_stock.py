@@ -10,7 +10,7 @@ from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.pool import Adapters
 from sandhi_core.records import ExportedModel
 from sandhi_core.report import ReportData, page, write_report
-from sandhi_core.report.words import size
+from sandhi_core.words import size
 from tests.adapted import adapted_case
 from tests.deployed import deployed
 

@@ -13,15 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from sandhi_core.errors import ServingError, UsageError
-from sandhi_core.memory import PAGE, weights_in
-from sandhi_core.pool import Adapters, DeploySettings
+from sandhi_core.errors import CheckpointError, ProofError, ServingError, UsageError
+from sandhi_core.memory import weights_in
 from sandhi_core.records import ProcessMemory
-from sandhi_core.safetensors_file import map_file
+from sandhi_core.safetensors_file import PAGE, map_file
+from sandhi_core.serving import engines
 from sandhi_core.serving import measure as measuring
-from sandhi_core.serving.engines import PYTHON, proving, python_of
+from sandhi_core.serving.completions import complete
+from sandhi_core.serving.engines import PYTHON, environment, python_of
 from sandhi_core.serving.keeper import descendants
-from sandhi_core.serving.measure import NEW_TOKENS, REQUESTS, hold, measure
+from sandhi_core.serving.measure import NEW_TOKENS, REQUESTS, hold
+from sandhi_core.serving.together import serving
+from tests.measured import measure
 from tests.models import WEIGHTS, edit_json, tiny_llama
 
 SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}
@@ -90,6 +93,19 @@ def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
         hold({"a": directory}, prompts={"a": [[1] * 9]})
 
 
+def test_a_server_that_died_meanwhile_saves_nothing(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path / "m", **SIZE)
+    with serving("transformers", {"a": directory, "b": directory}) as (first, second):
+        os.kill(second.pids[0], signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{second.pids[0]}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{second.pids[0]}").exists()  # its parent has waited for it
+        assert first.holders()[0].rss > 0
+        with pytest.raises(ServingError, match=r"model b.*a process of its server has ended"):
+            second.holders()
+
+
 # --- what is wrong ------------------------------------------------------------------------------------------
 
 
@@ -117,9 +133,35 @@ def test_time_is_bounded(tmp_path: Path, leftovers: Path) -> None:
 
 
 def test_processes_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sandhi_core.serving.engines.python_of", lambda engine, given="": "/bin/false")
+    monkeypatch.setattr("sandhi_core.serving.together.python_of", lambda engine, given="": "/bin/false")
     with pytest.raises(ServingError, match="its server ended with status 1"):
         measure({"a": tmp_path})
+
+
+def test_whatever_fails_while_servers_run_leaves_the_log_and_names_it(tmp_path: Path, leftovers: Path) -> None:
+    directory = tiny_llama(tmp_path / "m", **SIZE)
+    said = r"model a file .*sandhi-serving-.*: its server gives no answer"
+    with pytest.raises(ServingError, match=said) as failed, serving("transformers", {"a": directory}) as (server,):
+        os.kill(server.pids[0], signal.SIGKILL)
+        complete(server.url, "a", [1, 2], 1, timeout=30)
+    assert failed.value.problem.file is not None and (Path(failed.value.problem.file) / "hold.log").is_file()
+    with pytest.raises(ZeroDivisionError), serving("transformers", {"a": directory}):
+        _ = 1 // 0
+    assert len(list(leftovers.glob("*/hold.log"))) == 2
+    with pytest.raises(KeyboardInterrupt), serving("transformers", {"a": directory}):
+        raise KeyboardInterrupt
+    assert len(list(leftovers.glob("*"))) == 2 and not descendants(os.getpid())
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_vllm_is_not_started_for_what_it_cannot_serve(tmp_path: Path, leftovers: Path, plugin: bool) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CheckpointError, match=r"model a file .*none: holds no weights"):
+        hold({"a": tmp_path / "none"}, "vllm", sys.executable, plugin=plugin)
+    double = tiny_llama(tmp_path / "double", **SIZE | {"dtype": torch.float64})
+    with pytest.raises(ProofError, match=r"model a: vLLM does not serve weights in F64"):
+        hold({"a": double}, "vllm", sys.executable, plugin=plugin)
+    assert not list(leftovers.iterdir())
 
 
 def test_what_is_sound_leaves_no_log(tmp_path: Path, leftovers: Path) -> None:
@@ -205,12 +247,12 @@ def test_where_vllm_lies_is_a_matter_of_the_machine(monkeypatch: pytest.MonkeyPa
     assert python_of("vllm") == sys.executable
 
 
-def test_a_proof_measures_with_vllm_only_where_it_is_deployed_and_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PYTHON, raising=False)
-    vllm = DeploySettings(engine="vllm")
-    assert proving(vllm) == ("transformers", "")
-    monkeypatch.setenv(PYTHON, sys.executable)
-    assert proving(vllm) == ("vllm", sys.executable)
-    assert proving(DeploySettings(engine="vllm", plugin=False)) == ("transformers", "")
-    assert proving(DeploySettings(engine="transformers")) == ("transformers", "")
-    assert proving(DeploySettings(engine="vllm", adapters=Adapters())) == ("transformers", "")
+def test_only_a_checkout_comes_before_what_an_engine_has_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert environment()["PYTHONPATH"] == str(ROOT)
+    monkeypatch.setattr(engines, "_PACKAGE", tmp_path)  # like site-packages
+    assert "PYTHONPATH" not in environment()
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert "PYTHONPATH" not in environment()  # what this process has is handed on as it is

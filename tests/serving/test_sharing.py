@@ -15,9 +15,9 @@ from sandhi_core.safetensors_file import read_header
 from sandhi_core.serving.census import unmapped_bytes
 from sandhi_core.serving.load import load
 from sandhi_core.serving.mapped import MappedModel
-from sandhi_core.serving.measure import measure
 from tests.aliased import BARE, HEAD, NAMES, make_aliased
 from tests.exported import EMBED, GATE, MODELS, NORM, RANKS, UP, Case, make_case, make_models, stock
+from tests.measured import measure
 
 TOKENS = torch.arange(40)[None] % 64
 DTYPES = [torch.float32, torch.bfloat16]

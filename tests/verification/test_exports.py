@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sandhi_core.errors import UsageError
-from sandhi_core.originals import originals_of
-from sandhi_core.verification import verify, verify_all
-from sandhi_core.verification_arguments import ANSWERS, add_arguments, originals_given
+from sandhi_core.verification.arguments import ANSWERS, add_arguments, originals_given
+from sandhi_core.verification.exports import verify, verify_all
+from sandhi_core.verification.originals import originals_of
 from tests.deployed import deployed
 from tests.exported import MODELS, Case, make_case, make_models
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.report.words import brief, count, number, percent, signed, size
+from sandhi_core.words import brief, count, number, percent, signed, size
 
 
 @pytest.mark.parametrize(

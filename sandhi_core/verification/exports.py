@@ -13,8 +13,8 @@ from sandhi_core.layout import MANIFEST, read_manifest
 from sandhi_core.pool import load_pool
 from sandhi_core.records import Manifest
 from sandhi_core.serving.engines import python_of
-from sandhi_core.verification_arguments import originals_given
-from sandhi_core.verification_servers import Measuring, measured
+from sandhi_core.verification.arguments import originals_given
+from sandhi_core.verification.servers import Measuring, measured
 
 _KINDS = ("private", "duplicate", "merged")
 

@@ -14,24 +14,25 @@ import torch
 from transformers import AutoTokenizer
 
 from sandhi_core.assignment import assignment_at
-from sandhi_core.deploy.check import main_dtype
-from sandhi_core.deploy.vllm import DTYPES
+from sandhi_core.deploy.vllm import served_dtype
 from sandhi_core.errors import ProofError, SandhiError, StoreError
 from sandhi_core.evaluation.evaluator import Weights, merged_weights
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import load_tasks
-from sandhi_core.originals import artifacts_of, original_of
+from sandhi_core.layout import main_dtype
 from sandhi_core.pool import EvaluationSettings, Pool
 from sandhi_core.records import Fingerprint, Manifest, OperatingPoints, Trajectory
 from sandhi_core.serving.completions import Completion
 from sandhi_core.serving.engines import context_of
 from sandhi_core.serving.measure import NEW_TOKENS
 from sandhi_core.store import Store
+from sandhi_core.verification.originals import artifacts_of, original_of
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 2**-4}
 """By dtype, how far a log-probability may be off. Engines round between other steps: in 8 bits a logit of 16 has a last
-place of 1/8. Of two that are right within that, one may choose another token only where the reference holds the two
-apart by no more than both are off."""
+place of 1/8, and sums of many of them a few of these."""
+TIE = {"float32": 2e-4, "bfloat16": 0.5, "float16": 2**-4}
+"""By dtype, by how much at most the reference may prefer its own token where a server chooses another."""
 
 TEXTS = tuple(
     f"{start} {end}"
@@ -43,8 +44,8 @@ TEXTS = tuple(
 
 class Compared(NamedTuple):
     """What servers answered against what the evaluator makes of the same tokens. `different`: greedy tokens that are
-    others, `ties` of which are as good within rounding. `largest`: difference of a log-probability, of prompts and
-    answers."""
+    others, `ties` of which the reference hardly disfavours (TIE). `largest`: difference of a log-probability, of
+    prompts and answers."""
 
     reference: str
     dtype: str
@@ -54,6 +55,12 @@ class Compared(NamedTuple):
     ties: int
     largest: float
     equal: bool
+
+
+def require_comparable(manifest: Manifest) -> None:
+    """Raises ProofError where a model's weights have a dtype in which nothing is compared."""
+    for name, model in sorted(manifest.models.items()):
+        served_dtype(name, main_dtype(model))
 
 
 def prompts_of(root: Path, manifest: Manifest, pool: Pool | None, count: int) -> dict[str, list[list[int]]]:
@@ -91,7 +98,7 @@ def compared(
 
     Raises CheckpointError and EvaluationError where the weights cannot be loaded.
     """
-    dtype = DTYPES[main_dtype(manifest.models[name])]
+    dtype = served_dtype(name, main_dtype(manifest.models[name]))
     threads = pool.evaluation.threads if pool else None
     settings = EvaluationSettings.model_validate({"dtype": dtype, "device": "cpu", "threads": threads})
     resident, reference = _reference(root, manifest, name, settings, pool)
@@ -100,7 +107,7 @@ def compared(
     answers = list(zip(asked, scored, strict=True))
     largest = max((abs(found - c.logprobs[at - 1]) for (c, at), (found, _) in answers), default=0.0)
     others = [c.tokens[: at + 1] for (c, at), (_, greedy) in answers if at >= c.prompted and not greedy]
-    ties = sum(_margin(resident, tokens) <= 2 * largest for tokens in others)
+    ties = sum(_margin(resident, tokens) <= TIE[dtype] for tokens in others)
     return Compared(
         reference,
         dtype,
@@ -109,7 +116,7 @@ def compared(
         len(others),
         ties,
         largest,
-        equal=len(others) == ties and largest <= TOLERANCE[dtype],
+        equal=bool(completions) and len(others) == ties and largest <= TOLERANCE[dtype],
     )
 
 

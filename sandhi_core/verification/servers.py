@@ -7,12 +7,12 @@ from typing import Any
 
 from sandhi_core.claims import Claimed, claims_of
 from sandhi_core.errors import Problem, SandhiError, UsageError
-from sandhi_core.memory import Identity, accounts, shared_bytes, weight_files
-from sandhi_core.originals import originals_of
+from sandhi_core.memory import accounts
 from sandhi_core.pool import Pool
 from sandhi_core.records import Manifest
 from sandhi_core.serving.engines import Engine
-from sandhi_core.serving.measure import Held, Prompts, hold, taken
+from sandhi_core.serving.measure import Held, Prompts, hold, served_from, shared, taken
+from sandhi_core.verification.originals import originals_of
 
 _COUNTS = ("rss", "pss", "shared", "private", "private_dirty", "unmapped", "whole")
 
@@ -34,38 +34,39 @@ def measured(
     root: Path, manifest: Manifest, measuring: Measuring
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None, list[Problem]]:
     """What servers of the export hold, and what they answer, as `sandhi verify` tells it; and what is wrong with that.
-    Both are None where they could not be started.
+    What could not be had is None, with a problem that says why; what was measured before is told all the same.
 
-    Raises UsageError for an engine that is not there, and originals of other models.
+    Raises UsageError for an engine or an evaluator that is not there, and originals of other models.
     """
-    directories = {name: root / model.directory for name, model in sorted(manifest.models.items())}
-    problems: list[Problem] = []
     try:
-        originals, unknown = originals_of(root, manifest, measuring.originals, measuring.pool)
-        asked = _prompts(root, manifest, measuring)
-        held = hold(directories, measuring.engine, measuring.python, prompts=asked)
-        before = None
-        if not unknown:
-            before = hold(originals, measuring.engine, measuring.python, plugin=False)
-        answers = _answers(root, manifest, measuring, held) if measuring.answers else None
+        originals, problems = originals_of(root, manifest, measuring.originals, measuring.pool)
+        prompts = _prompts(root, manifest, measuring)
+        held = hold(served_from(root, manifest), measuring.engine, measuring.python, prompts=prompts)
     except UsageError:
         raise
     except SandhiError as error:
-        return None, None, [error.problem]
-    problems += unknown
+        return None, None, error.problems
+    before, answers = None, None
+    try:
+        if originals.keys() == manifest.models.keys():
+            before = hold(originals, measuring.engine, measuring.python, plugin=False)
+    except SandhiError as error:
+        problems += error.problems
+    try:
+        if measuring.answers:
+            answers = _answers(root, manifest, measuring, held)
+    except SandhiError as error:
+        problems += error.problems
     table = _table(root, manifest, held, before)
     problems += _not_shared(table, claims_of(manifest))
-    if answers is not None:
-        problems += _other_answers(answers)
+    problems += _other_answers(answers or {}, measuring.answers)
     return table, answers, problems
 
 
 def _table(root: Path, manifest: Manifest, held: Held, before: Held | None) -> dict[str, Any]:
-    claims = claims_of(manifest)
-    shared = shared_bytes(held.holders, _shared_files(root, manifest)) - claims.added
     table = {
         "engine": held.engine,
-        "shared": min(max(shared, 0), claims.claimed),
+        "shared": shared(held, root, manifest),
         "servers": _servers(held),
         "sum": _sum(held),
         "originals": None,
@@ -93,17 +94,6 @@ def _sum(held: Held) -> dict[str, int]:
     return {count: sum(getattr(process, count) for process in accounts(held.holders)) for count in _COUNTS}
 
 
-def _shared_files(root: Path, manifest: Manifest) -> dict[Identity, int]:
-    """The files that hold a shared tensor, and its size in bytes."""
-    found: dict[Identity, int] = {}
-    for model in manifest.models.values():
-        files = weight_files(root / model.directory).paths
-        for tensor in model.tensors.values():
-            if tensor.sharing != "private":
-                found[files[str((root / model.directory / tensor.file).resolve())]] = tensor.nbytes
-    return found
-
-
 def _not_shared(table: Mapping[str, Any], claims: Claimed) -> Iterator[Problem]:
     remedy = "keep the export on a file system that maps one file into several processes as the same pages"
     if table["shared"] < claims.least_in_memory:
@@ -124,13 +114,19 @@ def _not_shared(table: Mapping[str, Any], claims: Claimed) -> Iterator[Problem]:
 def _prompts(root: Path, manifest: Manifest, measuring: Measuring) -> Prompts | None:
     if not measuring.answers:
         return None
-    from sandhi_core.evaluation.served import prompts_of
-
+    try:
+        from sandhi_core.verification.answers import prompts_of, require_comparable
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--answers needs what scores models, and {error.name} is not installed here",
+            remedy="pip install 'sandhi[pipeline]' into an environment of its own, or leave --answers out",
+        ) from error
+    require_comparable(manifest)
     return prompts_of(root, manifest, measuring.pool, measuring.answers)
 
 
 def _answers(root: Path, manifest: Manifest, measuring: Measuring, held: Held) -> dict[str, Any]:
-    from sandhi_core.evaluation.served import compared
+    from sandhi_core.verification.answers import compared
 
     return {
         name: compared(root, manifest, name, held.completions[name], measuring.pool)._asdict()
@@ -138,14 +134,23 @@ def _answers(root: Path, manifest: Manifest, measuring: Measuring, held: Held) -
     }
 
 
-def _other_answers(answers: Mapping[str, Any]) -> Iterator[Problem]:
+def _other_answers(answers: Mapping[str, Any], asked: int) -> Iterator[Problem]:
+    """Where answers are others than the scored weights give, or fewer than were asked for."""
     for model, found in answers.items():
-        if not found["equal"]:
+        if not found["prompts"]:
+            message, remedy = "nothing was asked: there is no prompt of two tokens", "give the pool file by --pool"
+            yield Problem(code="export-answers", severity="error", model=model, message=message, remedy=remedy)
+        elif not found["equal"]:
             yield Problem(
                 code="export-answers",
                 severity="error",
                 model=model,
                 message=f"served, {found['different']} of {found['tokens']} tokens are others than the scored weights "
-                f"choose in {found['dtype']}, and log-probabilities differ by up to {found['largest']:.2g}",
+                f"choose in {found['dtype']}, {found['ties']} of them nearly tied, and log-probabilities differ by up "
+                f"to {found['largest']:.2g}",
                 remedy="compare the engine's options (dtype, attention, quantization) with what was scored",
             )
+        elif found["prompts"] < asked:
+            message = f"there are {found['prompts']} prompts for it, {asked} were to be compared"
+            remedy = f"ask for {found['prompts']}, or give a pool whose holdout has as many questions"
+            yield Problem(code="export-answers", severity="warning", model=model, message=message, remedy=remedy)
