@@ -20,7 +20,7 @@ _KINDS = ("private", "duplicate", "merged")
 
 
 def verify_all(arguments: Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the command answers to its arguments (verification_arguments): the document of one export, or of several
+    """What the command answers to its arguments (verification.arguments): the document of one export, or of several
     `exports` with all their problems; and the tables of each. Raises as `verify` does, and UsageError for arguments
     that do not go together."""
     measuring = _measuring(arguments)
