@@ -37,7 +37,7 @@ LADDER: Sections = {
     "grouping": {"candidates": "wide"},
     "search": {"strategy": "ladder"},
     "merging": {"rescale": "none", "residuals": "low_rank"},
-    "deploy": {"engine": "transformers"},
+    "deploy": {"engine": "transformers", "plugin": False},
 }
 BESIDES = {"candidates": "wide", "besides": ["norms", "embeddings"]}
 EVERY_METHOD = ["mean", "base", "member", "regmean"]

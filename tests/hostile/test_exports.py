@@ -261,7 +261,6 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(export: Path, name: st
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.update(schema_version=2),
         lambda d: d.pop("pool"),
         lambda d: d.update(more=1),
         lambda d: d["models"]["tied"].update(linked="symlink"),
@@ -270,6 +269,11 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(export: Path, name: st
 def test_a_manifest_of_another_kind_is_refused(export: Path, change: Callable[[dict[str, object]], object]) -> None:
     with pytest.raises(ProofError, match=r"sandhi.json: no manifest: "):
         read_manifest(rewritten(export, change))
+
+
+def test_a_manifest_of_another_version_is_refused(export: Path) -> None:
+    with pytest.raises(ProofError, match=r"sandhi.json: is of schema version 2, this Sandhi reads 1"):
+        read_manifest(rewritten(export, lambda d: d.update(schema_version=2)))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[]", b"{", b"[" * 5000])

@@ -86,6 +86,12 @@ def test_ports_are_given_to_one_process_alone() -> None:
     assert len({*ours, theirs}) == 4 and all(port % 8 == 0 for port in ours)
 
 
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are the stand-in beside this Python, whatever the environment names."""
+    monkeypatch.delenv("SANDHI_VLLM_PYTHON", raising=False)
+
+
 @contextmanager
 def serving(engine: Path, export: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-m", "sandhi_core", "serve", str(export), "--port-base", str(ports(3)), *arguments]
