@@ -81,7 +81,7 @@ def test_transformers_serve_answers_as_the_export_does(root: Path, vllm_python: 
         (server,) = found["servers"]
         assert server["engine"] == "transformers" and server["metrics"] is None
         asked = {"model": "single", "prompt": "abc", "max_tokens": 6, "temperature": 0}
-        answer = json.loads(fetch(f"{server['url']}/completions", asked))
+        answer = fetch(f"{server['url']}/completions", "single", asked)
     tokenizer = AutoTokenizer.from_pretrained(root / "single", local_files_only=True)
     prompt = tokenizer("abc", return_tensors="pt")
     tokens = load(root / "single").generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt.input_ids.shape[1] :]
