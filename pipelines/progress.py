@@ -9,6 +9,7 @@ from typing import TextIO
 
 from pipelines.jobs import Run
 from sandhi_core.graph import Node
+from sandhi_core.words import duration
 
 REPEAT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
@@ -60,20 +61,14 @@ class Progress:
     def _beat(self, name: str, begun: float, ended: Event) -> None:
         while not ended.wait(max(self._said + QUIET_SECONDS - time.monotonic(), 0.1)):
             if time.monotonic() - self._said >= QUIET_SECONDS:
-                self._say(f"  {name}: at work for {_duration(time.monotonic() - begun)}")
+                self._say(f"  {name}: at work for {duration(time.monotonic() - begun)}")
 
     def _more(self) -> str:
         """The bound is one of evaluations: how long they take is known of those before."""
         left = sum(self._left.values())
-        about = _duration(left * self._seconds / self._done)
+        about = duration(left * self._seconds / self._done)
         return f", at most {left} more (about {about})" if left else ""
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
-        print(f"[{_duration(self._said - self._begun)}] {text}", file=self._stream, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        print(f"[{duration(self._said - self._begun)}] {text}", file=self._stream, flush=True)

@@ -66,6 +66,10 @@ Size = Annotated[
     StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?\s*(MiB|GiB|MB|GB)$"),
     AfterValidator(_positive_size),
 ]
+Owner = Annotated[
+    Text,
+    StringConstraints(pattern=r"^(team:[A-Za-z0-9][A-Za-z0-9_-]*|[A-Za-z0-9_.+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+)$"),
+]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's generators take
@@ -309,6 +313,8 @@ class Pool(Section):
 
     name: Slug
     models: Annotated[tuple[ModelEntry, ...], Field(min_length=1, strict=False)]
+    owners: Annotated[tuple[Owner, ...], Field(strict=False)] = ()
+    """Whom to ask about the pool, as the Dagster UI shows it: `team:NAME` or addresses. They decide nothing."""
     evaluation: EvaluationSettings = EvaluationSettings()
     profile: ProfileSettings = ProfileSettings()
     grouping: GroupingSettings = GroupingSettings()
