@@ -80,7 +80,8 @@ def _memory_tile(data: ReportData) -> Tile:
         return Tile("In memory", NOT_MEASURED, "no processes have been compared", "open")
     saved = data.proof.verified_memory
     before = sum(p.pss + p.unmapped for p in data.proof.memory.originals)
-    text = f"{size(saved)} of {size(before)}, measured in {data.proof.memory.engine} processes"
+    engine = data.proof.memory.engine.partition(" (")[0]  # how it was started is for the record
+    text = f"{size(saved)} of {size(before)}, measured in processes of {engine}"
     return Tile("In memory", percent(saved, before), text, "good" if data.proof.passed else "bad")
 
 
@@ -214,7 +215,7 @@ def bytes_table(data: ReportData) -> Table:
         else row(name, size(n), f"{n:,}", percent(n, whole))
         for name, n in found
     ]
-    return Table("The pool's bytes", ("bytes", "size", "exactly", "of all checkpoints"), tuple(rows), notes=notes.BYTES)
+    return Table("The pool's bytes", ("what", "size", "in bytes", "of all checkpoints"), tuple(rows), notes=notes.BYTES)
 
 
 def points_table(data: ReportData) -> Table:
@@ -294,7 +295,7 @@ def excluded_table(data: ReportData) -> Table:
     """Slots that were never proposed, counted by reason."""
     grouped = all(model.name in data.plans for model in data.pool.models)  # plans are made from the groups
     rows = excluded_rows(data.groups.values())
-    return Table("Slots in no group", ("model", "reason", "slots"), rows, _empty(grouped))
+    return Table("Slots in no group", ("model", "reason", "slots"), rows, _empty(grouped), (notes.SLOTS,))
 
 
 def excluded_rows(groups: Iterable[Groups]) -> tuple[tuple[Cell, ...], ...]:
