@@ -17,8 +17,8 @@ CHECKS: Mapping[str, str] = {
     "exported_is_scored": "The files hold the very bytes that were scored, answer as they did, and save what is "
     "claimed. Nothing is deployed otherwise.",
     "within_budget": "Every model's deployed weights keep its budgets on questions never used before.",
-    "certified": "They do so at 95 % confidence, at every cutoff that was tried. Where the pool asks for no more than "
-    "the measured change this is a warning.",
+    "certified": "Every model's deployed weights keep its budgets at 95 % confidence, at every "
+    "cutoff that was tried. Where the pool asks for no more than the measured change, this is a warning.",
     "bytes_on_disk": "The exported files take as many bytes less than the checkpoints as is claimed.",
     "bytes_in_memory": "Processes that load the export share, and take less than those of the originals by, nine "
     "tenths of what is claimed, less the pages that are mapped whole.",

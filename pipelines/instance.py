@@ -23,6 +23,8 @@ telemetry:
   enabled: false
 nux:
   enabled: false
+code_servers:
+  local_startup_timeout: 900  # seconds: the machine may be at work on a pool while the location loads
 concurrency:
   pools:
     default_limit: 1

@@ -139,7 +139,7 @@ def processes_table(proof: SharingProof) -> Table:
         for p in proof.memory.originals
         if (e := exports.get(p.model)) is not None
     ]
-    columns = ("process", "original holds", "export holds", "of it mapped by others too", "of it its own")
+    columns = ("process", "original, its share", "export, its share", "export: mapped by others too", "export: its own")
     return Table(f"Weights in memory, measured in {proof.memory.engine}", columns, tuple(rows), "not measured")
 
 
