@@ -197,7 +197,7 @@ def test_without_a_proof_bytes_are_only_claimed(data: ReportData, tmp_path: Path
     page = Page(
         write_report(tmp_path, replace(data, proof=None, manifest=None, profiles={}, trajectories={})).read_text()
     )
-    rows = {r["bytes"]: r["size"] for r in page.table("The pool's bytes")}
+    rows = {r["what"]: r["size"] for r in page.table("The pool's bytes")}
     assert rows["verified on disk"] == rows["verified in memory"] == "not measured"
     assert rows["claimed"] != "not measured"
     assert "claimed and not verified" in page.words
