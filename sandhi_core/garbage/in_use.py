@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePath
 
 
@@ -35,7 +36,7 @@ def _of_another(path: PurePath, directory: Path) -> bool:
     parts = path.parts
     return any(
         home == directory.parent.name and len(name) == len(directory.name) and name != directory.name
-        for home, name in zip(parts, parts[1:], strict=False)
+        for home, name in pairwise(parts)
     )
 
 
