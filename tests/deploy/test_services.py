@@ -14,6 +14,7 @@ from dagster import DagsterInvalidConfigError
 from dagster._core.instance.config import dagster_instance_config
 from dagster._core.workspace.load import location_origins_from_yaml_paths
 
+from pipelines.instance import _SETTINGS
 from tests.conftest import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
@@ -90,6 +91,18 @@ def test_dagster_takes_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "dagster.yaml").write_text(text.replace("hostname:", "wrong:"))
     with pytest.raises(DagsterInvalidConfigError, match="wrong"):
         dagster_instance_config(str(tmp_path))
+
+
+def test_its_settings_go_beyond_those_that_sandhi_writes() -> None:
+    written, given = yaml.safe_load(_SETTINGS), yaml.safe_load((DEPLOY / "dagster.yaml").read_text())
+    assert within(written, given) == written
+
+
+def within(wanted: Any, given: Any) -> Any:
+    """What `given` says of all that `wanted` speaks of."""
+    if not isinstance(wanted, dict):
+        return given
+    return {name: within(value, given.get(name)) for name, value in wanted.items()}
 
 
 @pytest.mark.parametrize("name", ["webserver", "daemon"])
