@@ -1,6 +1,7 @@
 """Where everything is kept: the artifact root, as a Dagster resource."""
 
 from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
@@ -17,6 +18,7 @@ class ArtifactRoot(dg.ConfigurableResource):  # type: ignore[type-arg]
     def artifacts(self) -> Artifacts:
         return Artifacts(Path(self.path))
 
+    @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Generator["ArtifactRoot", None, None]:
         """For as long as a stage runs nothing is removed from the root."""
         with used(self.artifacts()):
