@@ -36,6 +36,13 @@ os.unlink = unlink
 collect(Path(sys.argv[2]), Path(sys.argv[3]), keep=0, apply=True)
 """
 
+SECTIONS: dict[str, Any] = {
+    "profile": {"noise": False},
+    "search": {"strategy": "ladder"},
+    "merging": {"residuals": "low_rank"},
+    "deploy": {"engine": "transformers"},
+}
+
 
 def write_pool(folder: Path, models: str) -> Path:
     for name in models:
@@ -46,8 +53,7 @@ def write_pool(folder: Path, models: str) -> Path:
         "name": "tiny",
         "models": [{"name": name, "path": name, "tasks": [task]} for name in models],
         "evaluation": {"include_path": "tasks", "dtype": "float32", "device": "cpu", "threads": 1},
-        "profile": {"noise": False},
-    }
+    } | SECTIONS
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(pool))
     return path
@@ -102,6 +108,7 @@ def test_a_dry_run_changes_nothing_and_tells_what_would_go(edited: tuple[Path, l
     assert names(told, "export") == {first.name}
     assert {Path(k["path"]): k["why"] for k in told["kept"]} == {third: "deployed", second: "to go back to"}
     assert names(told, "record") >= {"tiny.c.json", "tiny.d.json", "c.json", "d.json"}
+    assert {r["kind"] for r in told["removals"]} >= {"export", "record", "inputs", "spectrum", "recipe", "tensor"}
     status, out, _ = sandhi("gc", folder, "--root", folder / "root")
     assert status == 0 and "What `--apply` would remove" in out and str(first) in out
 
