@@ -26,7 +26,7 @@ from sandhi_core.records import Record
 
 FINGERPRINT_TAG = "sandhi/fingerprint"
 REGROUP_TAG = "sandhi/regroup"  # on a run: form groups anew, whatever the pool file says of new models
-RETRIES = 3  # of what can pass by itself, the first after Running.retry_seconds, each pause about twice the one before
+RETRIES = 3  # of what can pass by itself: after 1, 3 and 7 times Running.retry_seconds
 
 
 Listener = Callable[[str, str, float], None]
@@ -35,7 +35,7 @@ Listener = Callable[[str, str, float], None]
 
 @dataclass(frozen=True)
 class Running:
-    """How stages run: who is told of evaluations and retries, on what devices they score, how soon a try is repeated."""
+    """How stages run: who hears of evaluations and retries, what devices they score on, how soon a try is repeated."""
 
     evaluated: Listener = lambda stage, model, seconds: None
     told: Callable[[str], None] = lambda text: None

@@ -59,10 +59,6 @@ UNFINISHED = [
     dg.DagsterRunStatus.CANCELING,
 ]
 
-DEAD_SECONDS = 300.0
-"""A run of which nothing is heard for so long, and of which no step is at work, is dead. Between two tries of a step
-nothing is heard for at most seven times the first pause (3.5 minutes by default)."""
-
 # A log file of each step's output serves whoever looks from elsewhere. Here that is the terminal already, and the
 # processes that follow those files would be hit by Ctrl-C and say so.
 _HEADLESS: Mapping[str, Any] = {
@@ -114,9 +110,10 @@ def clear_dead_runs(instance: dg.DagsterInstance) -> None:
         instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 
 
-def end_dead_runs(instance: dg.DagsterInstance, artifacts: Artifacts) -> list[str]:
+def end_dead_runs(instance: dg.DagsterInstance, artifacts: Artifacts, silence: float) -> list[str]:
     """End runs whose process is gone without anybody's having noticed, because what started it is gone too: all were
-    killed at once, or the machine was. Returns their ids.
+    killed at once, or the machine was: of which no step is at work, and nothing was heard for `silence` seconds.
+    Returns their ids.
 
     Where the launcher can tell (Kubernetes' can) this is left to Dagster's monitoring.
     """
@@ -127,7 +124,7 @@ def end_dead_runs(instance: dg.DagsterInstance, artifacts: Artifacts) -> list[st
     dead = [
         run
         for run in started
-        if HEADLESS_TAG not in run.tags and not is_running(folder, run.run_id) and _silent(instance, run)
+        if HEADLESS_TAG not in run.tags and not is_running(folder, run.run_id) and _silent(instance, run, silence)
     ]
     for run in dead:
         instance.report_run_failed(run, "the process that ran it ended")
@@ -135,9 +132,9 @@ def end_dead_runs(instance: dg.DagsterInstance, artifacts: Artifacts) -> list[st
     return [run.run_id for run in dead]
 
 
-def _silent(instance: dg.DagsterInstance, run: dg.DagsterRun) -> bool:
+def _silent(instance: dg.DagsterInstance, run: dg.DagsterRun, seconds: float) -> bool:
     last = instance.get_records_for_run(run.run_id, limit=1, ascending=False).records
-    return bool(last) and time.time() - last[0].timestamp > DEAD_SECONDS
+    return bool(last) and time.time() - last[0].timestamp > seconds
 
 
 def set_slots(instance: dg.DagsterInstance, slots: int) -> None:

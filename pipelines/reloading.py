@@ -1,4 +1,4 @@
-"""When the code location must be loaded anew, and how: partitions and schedules are made from pool files as it loads."""
+"""When the code location must be loaded anew, and how: partitions and schedules come from pool files as it loads."""
 
 import json
 from typing import Any

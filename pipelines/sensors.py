@@ -6,7 +6,7 @@ from datetime import date
 import dagster as dg
 from dagster._core.storage.tags import RUN_KEY_TAG
 
-from assets.stage import still_deployed
+from assets.stage import RETRIES, still_deployed
 from pipelines.instance import HEADLESS_TAG, UNFINISHED, end_dead_runs, set_slots
 from pipelines.jobs import Run, StageJob, nodes_of, runs
 from pipelines.reloading import BY_HAND, outdated, reload_location
@@ -37,7 +37,9 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
             yield dg.SkipReason(f"pool files changed in what is read once: {_reloaded(context, settings)}")
             return
         set_slots(context.instance, settings.slots)
-        for run_id in end_dead_runs(context.instance, settings.artifacts()):
+        # Longer than the longest pause between two tries of a step, and than a process takes to start.
+        silence = 60 + 2**RETRIES * settings.retry_seconds
+        for run_id in end_dead_runs(context.instance, settings.artifacts(), silence):
             context.log.warning(f"run {run_id} ended with the process that ran it")
         yield from _requests(context, current, settings)
 

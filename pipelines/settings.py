@@ -25,7 +25,7 @@ class Settings:
     pools: Path
     root: Path
     devices: tuple[str, ...] = ()
-    """What scores models, an entry a slot (resources/devices.py); by default one slot, on the device of the pool file."""
+    """What scores models, an entry a slot (resources/devices.py); by default one slot, on the pool file's device."""
     look_seconds: int = LOOK_SECONDS  # at least so long between two looks of the sensor
     retry_seconds: int = RETRY_SECONDS  # to the first retry of what can pass by itself
     webserver: str | None = None  # address at which the sensor has the code location reloaded

@@ -1,8 +1,8 @@
 """When a pool is rebuilt: five fields as cron has them, read and held against a moment. Times are UTC.
 
-A field is `*`, a number, a range `1-5`, either with a step `*/15`, or several of these with commas. Left out of what cron
-programs take: names, macros such as `@daily`, and days of the month together with days of the week, which some programs
-take for both and some for either.
+A field is `*`, a number, a range `1-5`, either of the two others with a step `*/15`, or several of these with commas.
+Left out of what cron programs take: names, macros such as `@daily`, and days of the month together with days of the
+week, which some programs take for both and some for either.
 """
 
 import re

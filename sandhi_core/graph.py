@@ -91,7 +91,10 @@ class Catalogue:
     def on(self, device: str) -> "Catalogue":
         """The same with every model scored on `device`."""
         update = {"device": device}
-        moved = {n: p.model_copy(update={"evaluation": p.evaluation.model_copy(update=update)}) for n, p in self.pools.items()}
+        moved = {
+            n: p.model_copy(update={"evaluation": p.evaluation.model_copy(update=update)})
+            for n, p in self.pools.items()
+        }
         return replace(self, pools=moved)
 
     def keys(self, scope: Scope) -> tuple[str, ...]:

@@ -45,7 +45,9 @@ def _cron(text: str) -> str:
     try:
         times(text)
     except ValueError as error:
-        raise FieldError(str(error), 'write five fields of cron, such as "0 3 * * *": every night at three, UTC') from None
+        raise FieldError(
+            str(error), 'write five fields of cron, such as "0 3 * * *": every night at three, UTC'
+        ) from None
     return text
 
 
@@ -326,8 +328,8 @@ class Pool(Section):
     holdout: HoldoutSettings = HoldoutSettings()
     deploy: DeploySettings = DeploySettings()
     rebuild: Annotated[Text, AfterValidator(_cron)] | None = None
-    """When Dagster's schedule forms the groups anew and rebuilds what follows, as cron has it, UTC: `0 3 * * *` is every
-    night at three. Without it that is done by `sandhi build --regroup` alone."""
+    """When Dagster's schedule forms the groups anew and rebuilds what follows, as cron has it, in UTC: `0 3 * * *` is
+    every night at three. Without it that is done by `sandhi build --regroup` alone."""
 
     @property
     def bases(self) -> tuple[Base, ...]:

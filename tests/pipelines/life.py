@@ -1,7 +1,8 @@
 """Two pools of seven tiny models in two compatibility groups, edited as people edit them, and what each edit ran.
 
-`p` has a, b, c (narrow, fine-tunes of one base) and u, v (wide, of another), joins what is added and has a tolerance of
-its own; `q` has d and e, narrow too, and regroups. c is asked `numbers`, the others `letters`. f and g wait to be added.
+`p` has a, b, c (narrow, fine-tunes of one base) and u, v (wide, of another), joins what is added and has a tolerance
+of its own; `q` has d and e, narrow too, and regroups. c is asked `numbers`, the others `letters`. f and g wait to be
+added.
 """
 
 import os
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import torch
 import yaml
+from safetensors.torch import load, save
 
 from assets.stage import FINGERPRINT_TAG
 from pipelines.instance import opened_instance
@@ -24,7 +27,7 @@ from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.graph import STAGES, Node, fingerprint
 from sandhi_core.records import digest_of
 from tests.evaluation.local_tasks import choice_task
-from tests.models import fine_tune, tiny_llama
+from tests.models import WEIGHTS, fine_tune, tiny_llama
 
 NARROW, WIDE = "abcdefg", "uv"
 POOLS = {"p": "abcuv", "q": "de"}
@@ -75,6 +78,13 @@ class Life:
         }
         self.file(pool).write_text(yaml.safe_dump(written))
 
+    def move(self, model: str) -> None:
+        """Train a model a little further: other weights in the same file."""
+        path = self.folder / "models" / model / WEIGHTS
+        tensors = load(path.read_bytes())
+        moved = {n: t + 0.05 * torch.sign(t) if "mlp" in n else t for n, t in tensors.items()}
+        path.write_bytes(save(moved, {"format": "pt"}))
+
     def file(self, pool: str) -> Path:
         return self.folder / "pools" / f"{pool}.yaml"
 
@@ -115,7 +125,7 @@ class Done:
 
 
 def events(root: Path) -> dict[int, tuple[Node, int]]:
-    """Every materialisation that the instance of a root knows: by its number, in order, what and how many evaluations."""
+    """Every materialisation that the instance of a root knows, by its number: what it made, and its evaluations."""
     found = {}
     with opened_instance(root) as instance:
         for stage in STAGES:

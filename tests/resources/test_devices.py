@@ -1,6 +1,5 @@
 """Several devices, one user each; and which runs are alive: both known by the kernel, whatever becomes of a process."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,14 @@ from resources.running import is_running, running
 from sandhi_core.errors import UsageError
 from tests.conftest import CHECKOUT
 
-HOLD = "import sys\nfrom pathlib import Path\nfrom resources.{module} import {name}\nwith {call} as held:\n    print(held, flush=True)\n    sys.stdin.read()\n"
+HOLD = """
+import sys
+from pathlib import Path
+from resources.{module} import {name}
+with {call} as held:
+    print(held, flush=True)
+    sys.stdin.read()
+"""
 
 
 @contextmanager
@@ -44,7 +50,10 @@ def test_without_devices_the_pool_file_decides(tmp_path: Path) -> None:
 
 def test_each_device_has_one_user_and_a_killed_one_gives_it_back(tmp_path: Path) -> None:
     names = ("cuda:0", "cuda:1")
-    with process(*slot(tmp_path, names, "auto")) as (first, _), process(*slot(tmp_path, names, "cuda")) as (second, child):
+    with (
+        process(*slot(tmp_path, names, "auto")) as (first, _),
+        process(*slot(tmp_path, names, "cuda")) as (second, child),
+    ):
         assert (first, second) == names
         child.send_signal(signal.SIGKILL)
         child.wait()
@@ -72,15 +81,17 @@ def test_a_device_that_is_named_is_waited_for(tmp_path: Path, monkeypatch: pytes
 def test_slots_on_a_processor_are_as_many_as_are_named(tmp_path: Path) -> None:
     with device_slot(tmp_path, ("cpu", "cpu"), "cpu") as one, device_slot(tmp_path, ("cpu", "cpu"), "auto") as other:
         assert one == other == "cpu"
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_pool_that_no_device_serves_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="evaluation.device is cpu, and SANDHI_DEVICES names cuda:0"):
+    with pytest.raises(UsageError, match=r"evaluation[.]device is cpu, and SANDHI_DEVICES names cuda:0"):
         device_slot(tmp_path, ("cuda:0",), "cpu").__enter__()
 
 
-@pytest.mark.parametrize("end", [lambda child: child.kill(), lambda child: child.stdin.close()], ids=["killed", "ended"])
+@pytest.mark.parametrize(
+    "end", [lambda child: child.kill(), lambda child: child.stdin.close()], ids=["killed", "ended"]
+)
 def test_a_run_is_alive_while_its_step_is(tmp_path: Path, end: Callable[[subprocess.Popen[str]], None]) -> None:
     assert not is_running(tmp_path, "run")
     with process("running", "running", f"running(Path({str(tmp_path)!r}), 'run')") as (_, child):
@@ -93,4 +104,4 @@ def test_a_run_is_alive_while_its_step_is(tmp_path: Path, end: Callable[[subproc
 def test_a_run_that_ended_leaves_nothing(tmp_path: Path) -> None:
     with running(tmp_path, "run"):
         assert is_running(tmp_path, "run")
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
