@@ -37,7 +37,108 @@ class Row(NamedTuple):
     scores: str
 
 
-TABLE = (Row("nothing", "nothing", "nothing"),)
+TABLE = (
+    Row(
+        "nothing",
+        "nothing",
+        "nothing",
+    ),
+    Row(
+        "f is added to p (`on_new_model: join`)",
+        "checkpoint, profile: f; groups: p.narrow; plan: p.a, p.b, p.c, p.f; walk: p.f; end: p",
+        "profile: f; trajectory, holdout: p.f",
+    ),
+    Row(
+        "f is added to q (`on_new_model: regroup`)",
+        "checkpoint, profile: f; groups: q.narrow; plan, walk: q.d, q.e, q.f; end: q",
+        "profile: f; trajectory, holdout: q.d, q.e, q.f",
+    ),
+    Row(
+        "c is removed from p",
+        "groups: p.narrow; plan, walk: p.a, p.b; end: p",
+        "trajectory, holdout: p.a, p.b",
+    ),
+    Row(
+        "weights of a",
+        "checkpoint, profile: a; groups: p.narrow; plan, walk: p.a, p.b, p.c; end: p",
+        "profile: a; trajectory, holdout: p.a, p.b, p.c",
+    ),
+    Row(
+        "the file of task `numbers`",
+        "profile: c; groups: p.narrow; plan, walk: p.a, p.b, p.c; end: p",
+        "profile: c; trajectory, holdout: p.a, p.b, p.c",
+    ),
+    Row(
+        "budget of b, in p (`tolerance` set)",
+        "cutoffs, holdout: p.b; end: p",
+        "nothing",
+    ),
+    Row(
+        "budget of d, in q (no `tolerance`)",
+        "walk: q.d; end: q",
+        "trajectory, holdout: q.d",
+    ),
+    Row(
+        "`search.tolerance` of p",
+        "trajectory: p.a, p.b, p.c, p.u, p.v",
+        "nothing",
+    ),
+    Row(
+        "`search.stride` of q",
+        "trajectory: q.d, q.e",
+        "nothing",
+    ),
+    Row(
+        "`evaluation.dtype` of q",
+        "profile: d, e; groups: q.narrow; plan, walk: q.d, q.e; end: q",
+        "profile: d, e; trajectory, holdout: q.d, q.e",
+    ),
+    Row(
+        "`evaluation.device` of q, to another of the same kind",
+        "nothing",
+        "nothing",
+    ),
+    Row(
+        "`deploy.device_memory` of q",
+        "deployment: q",
+        "nothing",
+    ),
+    Row(
+        "pool r is added, of a (which p has too) and the new g",
+        "checkpoint, profile: g; groups: r.narrow; plan, walk: r.a, r.g; end: r",
+        "profile: g; trajectory, holdout: r.a, r.g",
+    ),
+    Row(
+        "pool q is called r",
+        "groups: r.narrow; plan, walk: r.d, r.e; end: r",
+        "nothing",
+    ),
+    Row(
+        "pool q is deleted",
+        "nothing",
+        "nothing",
+    ),
+    Row(
+        "`--regroup`, or the time that `rebuild` names; nothing joined since",
+        "groups: p.narrow, p.wide, q.narrow",
+        "nothing",
+    ),
+    Row(
+        "a new version of Sandhi, with another of `trajectory`",
+        "trajectory: p.a, p.b, p.c, p.u, p.v, q.d, q.e",
+        "nothing",
+    ),
+    Row(
+        "DAGSTER_HOME is lost",
+        "nothing",
+        "nothing",
+    ),
+    Row(
+        "the artifact root is lost",
+        "checkpoint, profile: a, b, c, d, e, u, v; groups: p.narrow, p.wide, q.narrow; plan, walk: p.a, p.b, p.c, p.u, p.v, q.d, q.e; end: p, q",
+        "profile: a, b, c, d, e, u, v; trajectory, holdout: p.a, p.b, p.c, p.u, p.v, q.d, q.e",
+    ),
+)
 
 WORDS = {"walk": ("trajectory", "cutoffs", "holdout"), "end": tuple(s for s, t in STAGES.items() if t.scope == "pool")}
 GROUPS = {"narrow": "h32-bf16", "wide": "h64-bf16"}
@@ -78,7 +179,7 @@ EDITS: dict[str, Change] = {
     "the file of task `numbers`": reworded,
     "budget of b, in p (`tolerance` set)": lambda life: life.write("p", budgets={"b": 0.05}),
     "budget of d, in q (no `tolerance`)": lambda life: life.write("q", budgets={"d": 0.05}),
-    "`search.tolerance` of p": lambda life: life.write("p", search={"tolerance": 0.1}),
+    "`search.tolerance` of p": lambda life: life.write("p", search={"tolerance": 0.3}),
     "`search.stride` of q": lambda life: life.write("q", search={"stride": 1}),
     "`evaluation.dtype` of q": lambda life: life.write("q", evaluation={"dtype": "bfloat16"}),
     "`evaluation.device` of q, to another of the same kind": lambda life: life.write(

@@ -84,7 +84,8 @@ def settings(tiny_pool: PoolWriter, tmp_path: Path) -> Settings:
 def test_runs_are_tagged_by_pool_and_model(settings: Settings) -> None:
     catalogue = load_catalogue(settings.pool_files())
     with watched(settings) as location:
-        assert [r.tags for r in location.tick().requests] == [{POOL_TAG: "tiny", MODEL_TAG: m} for m in "ab"]
+        found = [{t: r.tags.get(t) for t in (POOL_TAG, MODEL_TAG)} for r in location.tick().requests]
+        assert found == [{POOL_TAG: "tiny", MODEL_TAG: m} for m in "ab"]
     (grouped,) = runs([("groups", "tiny.h32-bf16")])
     assert grouped.tags(catalogue) == {POOL_TAG: "tiny"}
     (walked,) = runs([("trajectory", "tiny.a")])
