@@ -175,10 +175,15 @@ class StageAsset:
 
 def still_deployed(catalogue: Catalogue, artifacts: Artifacts, node: Node) -> str:
     """What a failure leaves as it was: the last good deployment of every pool that the node is made for."""
-    return "; ".join(
-        f"{pool.name} stays deployed as {deployed}" if deployed else f"{pool.name} has no good deployment"
-        for pool, deployed in ((pool, artifacts.deployed(pool.name)) for pool in catalogue.pools_of(node))
-    )
+    return "; ".join(_deployed(pool.name, artifacts) for pool in catalogue.pools_of(node))
+
+
+def _deployed(pool: str, artifacts: Artifacts) -> str:
+    if (deployed := artifacts.deployed(pool)) is not None:
+        return f"{pool} stays deployed as {deployed}"
+    if artifacts.envelope(("deployment", pool)) is not None:
+        return f"the files of {pool}'s last deployment are no longer what they were"
+    return f"{pool} was never deployed"
 
 
 def _result(check: Check, deployed: str) -> dg.AssetCheckResult:

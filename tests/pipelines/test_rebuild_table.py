@@ -135,7 +135,8 @@ TABLE = (
     ),
     Row(
         "the artifact root is lost",
-        "checkpoint, profile: a, b, c, d, e, u, v; groups: p.narrow, p.wide, q.narrow; plan, walk: p.a, p.b, p.c, p.u, p.v, q.d, q.e; end: p, q",
+        "checkpoint, profile: a, b, c, d, e, u, v; groups: p.narrow, p.wide, q.narrow; "
+        "plan, walk: p.a, p.b, p.c, p.u, p.v, q.d, q.e; end: p, q",
         "profile: a, b, c, d, e, u, v; trajectory, holdout: p.a, p.b, p.c, p.u, p.v, q.d, q.e",
     ),
 )

@@ -90,7 +90,7 @@ def test_bad_input_is_refused_once_in_its_own_words(settings: Settings) -> None:
     (event,) = result.get_step_failure_events()
     failure = event.step_failure_data.user_failure_data
     assert failure is not None and failure.description.startswith("error: ") and "model a" in failure.description
-    assert failure.metadata["deployed"].value == "tiny has no good deployment"
+    assert failure.metadata["deployed"].value == "tiny was never deployed"
 
 
 def test_the_pause_grows() -> None:
@@ -114,5 +114,5 @@ def test_a_failure_keeps_the_last_good_deployment_and_says_so(
     assert deployed.read_bytes() == before and json.loads(before)["servers"]
     # A deployment whose files were damaged since is no good one.
     next(deployed.parent.glob("a/*.safetensors")).unlink()
-    with pytest.raises(BuildError, match="tiny has no good deployment"):
+    with pytest.raises(BuildError, match="the files of tiny's last deployment are no longer what they were"):
         build(load_catalogue(settings.pool_files()), settings, Progress({}))

@@ -124,7 +124,7 @@ def test_a_failure_is_left_until_tomorrow_and_the_deployment_named(settings: Set
             location.instance.report_run_failed(location.started(request))
         said = location.tick().said
     assert said is not None and said.startswith("checkpoint of a, checkpoint of b failed, to be tried again tomorrow")
-    assert said.endswith("; tiny has no good deployment")
+    assert said.endswith("; tiny was never deployed")
 
 
 def test_it_waits_for_a_build_from_the_command_line(settings: Settings) -> None:
