@@ -110,7 +110,7 @@ class StageAsset:
             context: dg.AssetExecutionContext, artifact_root: ArtifactRoot
         ) -> Iterator[dg.MaterializeResult[Any]]:
             artifacts = artifact_root.artifacts()
-            with running(artifacts.directory("running"), context.run_id):
+            with running(artifacts.directory("running"), context.run.run_id):
                 try:
                     with self._placed(catalogue, context.partition_key, artifacts, how) as placed:
                         result = self._materialise(context, catalogue, placed, artifacts, how)
@@ -203,7 +203,7 @@ def _failure(
     """The error as Dagster shows it, and tries again only what can pass by itself."""
     what = str(error) if isinstance(error, SandhiError) else f"unexpected {type(error).__name__}: {str(error).strip()}"
     again = can_pass(error)
-    if again and context.retry_number < RETRIES:
+    if again and context.op_execution_context.retry_number < RETRIES:
         how.told(f"{what}; this can pass by itself and is tried again")
     deployed = still_deployed(catalogue, artifacts, (context.asset_key.to_user_string(), context.partition_key))
     context.log.error(deployed)

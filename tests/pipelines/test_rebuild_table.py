@@ -65,8 +65,8 @@ TABLE = (
     ),
     Row(
         "the file of task `numbers`",
-        "profile: c; groups: p.narrow; plan, walk: p.a, p.b, p.c; end: p",
-        "profile: c; trajectory, holdout: p.a, p.b, p.c",
+        "profile: c; groups: p.narrow; plan, walk: p.c; end: p",
+        "profile: c; trajectory, holdout: p.c",
     ),
     Row(
         "budget of b, in p (`tolerance` set)",
@@ -80,12 +80,12 @@ TABLE = (
     ),
     Row(
         "`search.tolerance` of p",
-        "trajectory: p.a, p.b, p.c, p.u, p.v",
-        "nothing",
+        "walk: p.a, p.b, p.c, p.u, p.v; end: p",
+        "trajectory: p.b, p.c; holdout: p.c",
     ),
     Row(
         "`search.stride` of q",
-        "trajectory: q.d, q.e",
+        "trajectory: q.d, q.e; cutoffs, holdout: q.d; end: q",
         "nothing",
     ),
     Row(

@@ -241,11 +241,16 @@ def test_no_webserver_is_told_of() -> None:
     assert "did not reload" in reload_location("http://127.0.0.1:1", "pipelines.definitions")
 
 
+def ticking(definitions: dg.Definitions, moment: datetime) -> dg.ScheduleEvaluationContext:
+    known = definitions.get_repository_def()
+    return dg.build_schedule_context(scheduled_execution_time=moment, repository_def=known)
+
+
 def test_one_schedule_serves_all_pools_each_at_its_time(tiny_pool: PoolWriter, tmp_path: Path) -> None:
     folder = tmp_path / "pools"
     folder.mkdir()
     for name, cron in (("early", "0 3 * * *"), ("late", "30 3 * * 0-7"), ("never", None)):
-        text = tiny_pool(["a", "wide"]).read_text().replace("path: ", f"path: {tmp_path}/")
+        text = tiny_pool(["a", "wide"]).read_text().replace(" path: ", f" path: {tmp_path}/")
         text = text.replace("name: tiny", f"name: {name}").replace("include_path: ", f"include_path: {tmp_path}/")
         (folder / f"{name}.yaml").write_text(text + (f'rebuild: "{cron}"\n' if cron else ""))
     definitions = build_definitions(load_catalogue(folder.glob("*.yaml")), Settings(folder, tmp_path / "root"))
@@ -254,7 +259,7 @@ def test_one_schedule_serves_all_pools_each_at_its_time(tiny_pool: PoolWriter, t
 
     def requested(hour: int, minute: int) -> dict[str | None, dict[str, str]]:
         moment = datetime(2026, 11, 30, hour, minute, tzinfo=UTC)
-        found = schedule.evaluate_tick(dg.build_schedule_context(scheduled_execution_time=moment))
+        found = schedule.evaluate_tick(ticking(definitions, moment))
         ours = (REGROUP_TAG, POOL_TAG)
         return {r.partition_key: {t: v for t, v in r.tags.items() if t in ours} for r in found.run_requests or []}
 
@@ -269,7 +274,7 @@ def test_a_schedule_that_nobody_asks_anything_of_says_so(settings: Settings) -> 
     definitions = build_definitions(load_catalogue(settings.pool_files()), settings)
     schedule = definitions.resolve_schedule_def("nightly_rebuild")
     moment = datetime(2026, 11, 30, 3, tzinfo=UTC)
-    found = schedule.evaluate_tick(dg.build_schedule_context(scheduled_execution_time=moment))
+    found = schedule.evaluate_tick(ticking(definitions, moment))
     assert not found.run_requests and found.skip_message == "no pool file says `rebuild` for this time"
 
 
