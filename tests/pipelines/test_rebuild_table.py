@@ -90,7 +90,7 @@ TABLE = (
     ),
     Row(
         "`evaluation.dtype` of q",
-        "profile: d, e; groups: q.narrow; plan, walk: q.d, q.e; end: q",
+        "profile: d, e; trajectory: q.d, q.e; cutoffs: q.d; holdout: q.d, q.e; end: q",
         "profile: d, e; trajectory, holdout: q.d, q.e",
     ),
     Row(
