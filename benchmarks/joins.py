@@ -11,18 +11,17 @@ import argparse
 import io
 import json
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import dagster as dg
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import assets.sharing_proof
 from benchmarks.rows import table
 from benchmarks.ways import commit, say
 from pipelines.headless import build
@@ -68,19 +67,21 @@ def measured(fixture: Path, folder: Path, models: int) -> list[Join]:
     names = [f"m{n}" for n in range(1, models + 1)]
     for seed, name in enumerate(names):
         moved(fixture / "models" / ORIGIN, folder / name, seed)
-    assets.sharing_proof.compare = lambda *_, **__: MemoryComparison(  # type: ignore[assignment]
-        engine="not measured", originals=(), exports=(), shared=2**40, saved=2**40
-    )
-    joins = []
-    for n in range(1, models + 1):
-        pool = written(folder / "pool.yaml", names[:n], fixture / "tasks")
-        settings = Settings(pool, folder / "root")
-        before = set(events(settings.root))
-        build(load_catalogue([pool]), settings, Progress({}, io.StringIO()))
-        ran = {number: event for number, event in events(settings.root).items() if number not in before}
-        joins.append(summed(n, names[n - 1], list(ran.values())))
-        say(f"{n} models: {joins[-1]}")
-    return joins
+    enough = MemoryComparison(engine="not measured", originals=(), exports=(), shared=2**40, saved=2**40)
+    with patch("assets.sharing_proof.compare", lambda *_, **__: enough):
+        return [joined(folder, fixture / "tasks", names[:n]) for n in range(1, models + 1)]
+
+
+def joined(folder: Path, tasks: Path, names: list[str]) -> Join:
+    """The last of these models joins the others."""
+    pool = written(folder / "pool.yaml", names, tasks)
+    settings = Settings(pool, folder / "root")
+    before = events(settings.root).keys()
+    build(load_catalogue([pool]), settings, Progress({}, io.StringIO()))
+    ran = [event for number, event in events(settings.root).items() if number not in before]
+    join = summed(len(names), names[-1], ran)
+    say(f"{len(names)} models: {join}")
+    return join
 
 
 def moved(origin: Path, target: Path, seed: int) -> None:
@@ -131,7 +132,8 @@ def summed(models: int, joined: str, ran: list[Event]) -> Join:
         evaluations[own] += event.evaluations
         whose = "pool" if STAGES[stage].scope == "pool" else "plan" if stage in ("groups", "plan") else "own"
         seconds[whose] += event.seconds
-    return Join(models, evaluations[True], evaluations[False], *(round(seconds[w], 2) for w in ("own", "plan", "pool")))
+    mine, plan, of_pool = (round(seconds[whose], 2) for whose in ("own", "plan", "pool"))
+    return Join(models, evaluations[True], evaluations[False], mine, plan, of_pool)
 
 
 def shown(joins: list[Join]) -> str:
@@ -153,4 +155,4 @@ def shown(joins: list[Join]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

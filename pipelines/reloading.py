@@ -1,7 +1,6 @@
 """When the code location must be loaded anew, and how: partitions and schedules come from pool files as it loads."""
 
 import json
-from typing import Any
 from urllib.request import Request, urlopen
 
 from sandhi_core.graph import STAGES, Catalogue
@@ -25,7 +24,7 @@ def outdated(loaded: Catalogue, current: Catalogue) -> bool:
     return _loaded(loaded) != _loaded(current)
 
 
-def _loaded(catalogue: Catalogue) -> Any:
+def _loaded(catalogue: Catalogue) -> tuple[list[tuple[str, ...]], dict[str, str | None]]:
     keys = [catalogue.keys(stage.scope) for stage in STAGES.values()]
     return keys, {name: pool.rebuild for name, pool in catalogue.pools.items()}
 

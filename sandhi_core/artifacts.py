@@ -142,7 +142,7 @@ class Artifacts:
         envelope = self.envelope(("deployment", pool))
         if envelope is None or not self._sound(envelope, DEPLOYMENT):
             return None
-        return self.root / envelope.record["export"] / DEPLOYMENT
+        return self.root / str(envelope.record["export"]) / DEPLOYMENT
 
     def required(self, node: Node) -> Envelope:
         """The stored record. Raises StoreError where the stage has not run."""
