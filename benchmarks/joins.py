@@ -125,14 +125,14 @@ def events(root: Path) -> dict[int, Event]:
 
 def summed(models: int, joined: str, ran: list[Event]) -> Join:
     evaluations: Counter[bool] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = dict.fromkeys(("own", "plan", "pool"), 0.0)
     for event in ran:
         stage, key = event.node
         own = key.rpartition(".")[2] == joined
         evaluations[own] += event.evaluations
         whose = "pool" if STAGES[stage].scope == "pool" else "plan" if stage in ("groups", "plan") else "own"
         seconds[whose] += event.seconds
-    mine, plan, of_pool = (round(seconds[whose], 2) for whose in ("own", "plan", "pool"))
+    mine, plan, of_pool = (round(spent, 2) for spent in seconds.values())
     return Join(models, evaluations[True], evaluations[False], mine, plan, of_pool)
 
 
