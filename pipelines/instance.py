@@ -36,7 +36,10 @@ run_retries:
 run_monitoring:
   enabled: true
   free_slots_after_run_end_seconds: 60
+code_servers:
+  local_startup_timeout: 600
 """
+# `local_startup_timeout`: loading imports torch, which takes minutes where a machine is busy.
 # `granularity: run`: a run that waits for a slot is queued, and no process waits for it. `run_retries`: of runs whose
 # process was killed; what fails in a stage is tried again there, or not at all (assets/stage.py).
 
