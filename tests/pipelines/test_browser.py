@@ -145,7 +145,7 @@ def test_a_partition_is_materialised_by_clicking(page: Page, tiny_line: Line) ->
     expect(page.get_by_text("Launch runs to materialize operating_points")).to_be_visible()
     page.locator("button", has_text="Launch 1 run").click()
     page.locator("a[href*='/runs/']", has_text=re.compile("^View$")).click()  # of the notice that it was launched
-    expect(page.get_by_text("Success", exact=True).first).to_be_visible()
+    expect(page.get_by_text("Success", exact=True).first).to_be_visible(timeout=4 * PATIENCE)  # its process loads torch
     assert record.stat().st_mtime_ns > written and record.read_bytes() == before
 
 
