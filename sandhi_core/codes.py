@@ -86,7 +86,7 @@ CODES: dict[str, dict[str, Explanation]] = {
     },
     "Configuration and tensors": {
         "model-type-unsupported": Explanation(
-            "The architecture is none of those that are known tensor by tensor (encoders and vision models among them).",
+            "The architecture is none of those that are known tensor by tensor (nor are encoders and vision models).",
             "Leave the model out; the message lists what is supported.",
         ),
         "architectures-mismatch": Explanation(

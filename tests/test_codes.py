@@ -1,4 +1,4 @@
-"""One place defines the codes of problems: docs/problems.md is printed from it, and the code uses these and no others."""
+"""One place defines the codes of problems: docs/problems.md is printed from it, the code uses these and no others."""
 
 import ast
 import json

@@ -1,5 +1,5 @@
-"""The compatibility key, held to what transformers computes: whatever a configuration changes of a module's output is in
-the key of that module's tensors, and what changes nothing is in none.
+"""The compatibility key, held to what transformers computes: whatever a configuration changes of a module's output is
+in the key of that module's tensors, and what changes nothing is in none.
 
 Every field of every supported configuration is edited. The edited model has the original's weights, and each of its
 modules is given what it had in the original: so what is compared is what a module makes of the same input, not what an
