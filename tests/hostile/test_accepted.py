@@ -115,8 +115,6 @@ class Built:
             "name": "odd",
             "models": [{"name": name, "path": name, "tasks": tasks} for name in ACCEPTED],
             "evaluation": {"include_path": "tasks", "dtype": "float32", "device": "cpu", "threads": 1},
-            "profile": {"noise": False},
-            "search": {"strategy": "ladder"},
         }
         (folder / "odd.yaml").write_text(yaml.safe_dump(pool))
         self.folder, self.root = folder, folder / "root"
