@@ -5,6 +5,7 @@ A test is named as pytest names it below tests/, without the parameters where al
 
 _REFUSED = "hostile/test_refused.py::test_a_bad_checkpoint_is_one_clear_error"
 _ACCEPTED = "hostile/test_accepted.py::test_it_answers_as_the_original_with_shared_tensors_in_place"
+_SIDED = f"{_ACCEPTED}[27 unsloth#5386, 28 transformers#29988, 41 kubernetes-manifests#2517 (sided)]"
 _FILES = "hostile/test_accepted.py::test_every_other_file_has_the_owners_bytes_and_none_is_a_link"
 _LIKE = "hostile/test_accepted.py::test_only_projections_are_shared_and_only_with_their_like"
 _KEY = "test_meaning.py::test_a_field_that_changes_an_answer_is_in_the_key_and_no_other_is"
@@ -15,13 +16,13 @@ FAILURES: dict[int, tuple[str, ...]] = {
     3: (f"{_ACCEPTED}[3 mergekit#350 (tied)]", "hostile/test_accepted.py::test_a_tied_head_is_counted_once"),
     5: (f"{_ACCEPTED}[5 llama.cpp#9211 (stripped)]",),
     6: (f"{_REFUSED}[6 vllm#15031]",),
-    7: (f"{_REFUSED}[7 mergekit#398]", f"{_ACCEPTED}[8 a shared weight keeps its own bias (biased)]"),
+    7: (f"{_REFUSED}[7 mergekit#398]", f"{_ACCEPTED}[8 ANEForge#253 (biased)]"),
     8: (
         f"{_REFUSED}[8 ANEForge#253, biases dropped]",
         f"{_REFUSED}[8 candle-vllm#167, a bias ignored]",
-        f"{_ACCEPTED}[8 a shared weight keeps its own bias (biased)]",
+        f"{_ACCEPTED}[8 ANEForge#253 (biased)]",
     ),
-    10: (f"{_ACCEPTED}[10 vllm#1977 (buffers)]",),
+    10: (f"{_ACCEPTED}[10 vllm#1977, 38 mergekit#85 (buffers)]",),
     11: (f"{_REFUSED}[11 peft#894]",),
     13: (_LIKE, f"{_ACCEPTED}[13 mergekit#325 (far)]", _KEY),
     14: (
@@ -37,33 +38,38 @@ FAILURES: dict[int, tuple[str, ...]] = {
     17: (f"{_REFUSED}[17 sglang#34529]", f"{_REFUSED}[gpt_neox]"),
     18: (
         f"{_ACCEPTED}[18 vllm#36997, one by one (experts)]",
-        f"{_ACCEPTED}[18 MoE-Infinity#110, stacked (stacked)]",
+        f"{_ACCEPTED}[18 MoE-Infinity#110, all at once (stacked)]",
         f"{_REFUSED}[18 vllm#36997, half of the experts stacked]",
     ),
     19: (f"{_REFUSED}[19 MoE-Infinity#109]",),
     20: (
-        f"{_ACCEPTED}[20 mergekit#324, another depth (deep)]",
-        f"{_ACCEPTED}[20 mergekit#174, another width (broad)]",
+        f"{_ACCEPTED}[20 mergekit#324 (large)]",
         _LIKE,
     ),
     21: (f"{_ACCEPTED}[21 unsloth#219 (gemma)]", _LIKE),
-    22: (f"{_ACCEPTED}[22 fusion_bench#215 (rows)]", _LIKE),
+    22: (f"{_ACCEPTED}[22 fusion_bench#215, 24 mergekit#425 (rows)]", _LIKE),
     23: (
         f"{_ACCEPTED}[23 mergekit#169 (permuted)]",
         "test_preflight.py::test_tokenizers_are_compared_by_what_they_map_not_by_size",
         "test_besides.py::test_other_tokens_keep_tables_apart_and_nothing_else",
     ),
-    24: (f"{_ACCEPTED}[24 mergekit#425 (padded)]", "test_besides.py::test_padded_rows_are_rows_like_others"),
+    24: (
+        f"{_ACCEPTED}[22 fusion_bench#215, 24 mergekit#425 (rows)]",
+        "test_besides.py::test_padded_rows_are_rows_like_others",
+    ),
     25: (f"{_REFUSED}[25 mergekit#73]",),
-    27: (f"{_ACCEPTED}[27 unsloth#5386, 28 transformers#29988 (sided)]", f"{_FILES}[sided]"),
-    28: (f"{_ACCEPTED}[27 unsloth#5386, 28 transformers#29988 (sided)]", f"{_FILES}[sided]"),
+    27: (_SIDED, f"{_FILES}[sided]"),
+    28: (_SIDED, f"{_FILES}[sided]"),
     29: (f"{_REFUSED}[29 mlx-vlm#1464]",),
     30: (f"{_REFUSED}[30 sglang#32279, a shard forgotten]", f"{_REFUSED}[30 CoSER#3, a shard missing]"),
     31: (f"{_REFUSED}[31 huggingface_hub#4728]",),
     34: (f"{_REFUSED}[34 rank_llm#398]",),
     35: (f"{_REFUSED}[35 OmniParser#34]",),
     36: (f"{_REFUSED}[36 InvokeAI#7009]", "hostile/test_checkpoints.py::test_the_size_of_a_truncated_file_is_told"),
-    38: (f"{_ACCEPTED}[38 mergekit#85 (aliased)]", "serving/test_sharing.py::test_aliases_change_no_answer"),
+    38: (
+        f"{_ACCEPTED}[10 vllm#1977, 38 mergekit#85 (buffers)]",
+        "serving/test_sharing.py::test_aliases_change_no_answer",
+    ),
     39: (
         "hostile/test_exports.py::test_a_killed_export_leaves_nothing_half_made_and_the_next_gives_the_same_bytes",
         "hostile/test_serving.py::test_a_file_that_is_replaced_while_it_is_mapped_is_not_seen",
@@ -75,8 +81,8 @@ FAILURES: dict[int, tuple[str, ...]] = {
     ),
     41: (
         f"{_REFUSED}[41 kubernetes-manifests#2517]",
-        f"{_ACCEPTED}[41 kubernetes-manifests#2517 (linked)]",
-        f"{_FILES}[linked]",
+        _SIDED,
+        f"{_FILES}[sided]",
     ),
     42: (
         "test_export.py::test_a_full_disk_is_one_clear_error",
