@@ -196,6 +196,11 @@ CODES: dict[str, dict[str, Explanation]] = {
             "Free space, or choose another --root.",
             "either",
         ),
+        "unseen": Explanation(
+            "Processes of other users may map an export: it is not known to be unused.",
+            "Collect garbage as the user who serves, or as root; see the message.",
+            "warning",
+        ),
         "root-unwritable": Explanation("The artifact root cannot be written.", "Give permission, or another --root."),
     },
     "Commands": {
