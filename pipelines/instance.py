@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from yaml import YAMLError
 
 from sandhi_core.errors import StoreError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import write_atomic, writing
 
 HEADLESS_TAG = "sandhi/headless"
 
@@ -39,9 +39,10 @@ _HEADLESS: Mapping[str, Any] = {
 def dagster_home(root: Path) -> Path:
     """DAGSTER_HOME, or `dagster/` in the artifact root, with settings written once."""
     home = Path(os.environ.get("DAGSTER_HOME", root / "dagster")).resolve()
-    home.mkdir(parents=True, exist_ok=True)
-    if not (home / "dagster.yaml").exists():
-        write_atomic(home / "dagster.yaml", _SETTINGS.encode())
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
+        if not (home / "dagster.yaml").exists():
+            write_atomic(home / "dagster.yaml", _SETTINGS.encode())
     os.environ["DAGSTER_HOME"] = str(home)
     return home
 
