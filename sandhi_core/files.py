@@ -17,6 +17,9 @@ from typing import BinaryIO
 
 from sandhi_core.errors import StoreError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a file system answers that has no room left."""
+
 _ASIDE = re.compile(r"\.sandhi-[0-9a-f]{16}\.tmp")
 
 
@@ -118,7 +121,7 @@ def unwritable(path: Path, error: OSError, nbytes: int = 0) -> StoreError:
     it says how full."""
     message = f"cannot be written: {error.strerror or error}"
     remedy = "give the artifact root space and write permission, or choose another with --root"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         needed = f"it takes {nbytes} bytes, and " if nbytes else ""
         message = f"{message}: {needed}{_free(path)} bytes are free"
         remedy = "free space there, or choose an artifact root on another disk with --root; what is done is kept"

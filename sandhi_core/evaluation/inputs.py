@@ -129,8 +129,20 @@ def input_grams(
                     remedy="set merging.residuals: none and merging.methods: [mean], or give the model questions that "
                     "use it",
                 )
-            yield name, sums.pop(name).mean()
+            yield name, _finite(name, sums.pop(name).mean())
     held.scorer.forget()
+
+
+def _finite(name: str, gram: Gram) -> Gram:
+    """The moments, if they are numbers. Raises EvaluationError where something infinite was read, or would be in the
+    square."""
+    if not all(bool(part.isfinite().all()) for part in (*gram.blocks, gram.centre)):
+        raise EvaluationError(
+            "what goes into this tensor is not finite, or too large to be squared",
+            tensor=name,
+            remedy="score in float32, or check the weights of this layer and those before it",
+        )
+    return gram
 
 
 def read_by(slot: Slot, slots: Sequence[Slot]) -> str:

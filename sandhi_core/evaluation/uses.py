@@ -72,6 +72,13 @@ class Uses:
         held.scorer.forget()
         for name in self._names:
             if found := sums.found(name):
+                if not all(bool(part.isfinite().all()) for part in found.values()):
+                    raise EvaluationError(
+                        "what this tensor acts on is not finite, or too large to be squared",
+                        model=self._model,
+                        tensor=name,
+                        remedy="score in float32, or check the weights of this layer and those before it",
+                    )
                 keep(self._file(name), found)
 
     def _file(self, tensor: str) -> Path:
