@@ -21,6 +21,7 @@ from sandhi_core.rungs.allotment import LADDER_VERSION
 from sandhi_core.rungs.grams import BLOCK, Gram, GramSum
 from sandhi_core.rungs.residual import Weighting, weighting
 from sandhi_core.side_files import keep, kept
+from sandhi_core.threads import steady
 
 SAME_INPUT: Mapping[str, str] = {"k": "q", "v": "q", "up": "gate"}
 """Projections that read what another of their layer reads."""
@@ -119,7 +120,7 @@ def input_grams(
     for names in _passes(held, [slot.tensor for slot in sources], memory, block):
         held.scorer.forget()
         sums: dict[str, GramSum] = {}
-        with _watched(held, names, sums, block):
+        with _watched(held, names, sums, block), steady(held.model.device):
             held.answers(suite, split)
         for name in names:
             if name not in sums:

@@ -19,6 +19,7 @@ from sandhi_core.evaluation.resident import Resident
 from sandhi_core.records import Fingerprint
 from sandhi_core.rungs.grams import Gram, GramSum
 from sandhi_core.side_files import keep, kept
+from sandhi_core.threads import steady
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Uses:
         held.answers(self._evaluator.suite, "profile")  # what is computed once is computed before anything is counted
         held.scorer.forget()
         sums = _Sums()
-        with sums.watching(held, self._names):
+        with sums.watching(held, self._names), steady(held.model.device):
             held.answers(self._evaluator.suite, "profile")
         held.scorer.forget()
         for name in self._names:
