@@ -1,4 +1,4 @@
-"""A small pool and its stages, run one by one without Dagster, so that a stage can be stopped and run again in a second.
+"""A small pool and its stages, run one by one without Dagster: one can be stopped and run again in a second.
 
 It is a ladder with residuals, moments of inputs and adapters: of all settings the one that writes most kinds of files.
 """

@@ -1,0 +1,154 @@
+"""Real disks that are full and real folders that cannot be written, under stages that run one after the other.
+
+    python -m tests.crash.disks FOLDER
+
+prints a line of JSON a case with what was wrong.
+"""
+
+import argparse
+import ctypes
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sandhi_core.errors import SandhiError
+from tests.crash import line
+from tests.crash.forked import Ended, forked
+
+SIZES = (96, 256, 512, 768)
+"""KiB of a disk that the stages fill, one after the other."""
+
+ROOM = 64 * 1024
+
+CLOSED = ("", "records/holdout", "store", "exports/tiny", "scores")
+"""Folders of a root, each closed once."""
+
+_DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2  # capability(7): to pass over the modes of files
+_VERSION = 0x20080522
+
+
+def stages(folder: Path, root: Path) -> Ended:
+    """Run all that are stale; ends with the first failure, and tells its stage."""
+    pool = folder / "tiny.yaml"
+
+    def work(tell: Callable[[Any], None]) -> None:
+        _as_others()
+        for node in line.nodes(pool):
+            try:
+                line.run(pool, root, node, lambda model, seconds: None)
+            except SandhiError:
+                tell(node[0])
+                raise
+
+    return forked(folder, work)
+
+
+def _as_others() -> None:
+    """Modes of files count for this process from here on, root's or not."""
+    header = (ctypes.c_uint32 * 2)(_VERSION, 0)
+    held = (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capget(header, held) == 0:
+        held[0] &= ~(1 << _DAC_OVERRIDE | 1 << _DAC_READ_SEARCH)  # effective, of the first 32
+        libc.capset(header, held)
+
+
+def filled(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """One disk that is enlarged each time that it is full."""
+    disk, stopped = folder / "disk", []
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={SIZES[0]}k", "tmpfs"]
+    mounted = subprocess.run(["mount", *options, str(disk)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        yield "skipped", [mounted.stderr.strip()]
+        return
+    try:
+        for kib in SIZES:
+            _resized(disk, kib)
+            before = line.tree(disk)
+            ended = stages(folder, disk)
+            stopped += ended.told
+            yield (
+                f"{kib} KiB",
+                [*_unclear(ended, disk, ("No space left on device", "bytes are free")), *_lost(before, disk)],
+            )
+        yield "stages", [] if len(set(stopped)) > 2 else [f"all sizes are those of {stopped}"]
+        _resized(disk, ROOM)
+        yield "room again", _whole(stages(folder, disk), folder, disk)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def _resized(disk: Path, kib: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={kib}k", str(disk)], check=True)
+
+
+def closed(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    for kept in CLOSED:
+        root = folder / "root"
+        line.copied(folder / "wanted", root)
+        for stage in ("trajectory", "holdout", "operating_points", "merged_weights"):
+            shutil.rmtree(root / "records" / stage)
+            (root / "records" / stage).mkdir()
+        for gone in [*root.glob("scores/*"), *root.glob("exports/tiny/*/sandhi.json")]:
+            gone.unlink()
+        if kept == "":
+            (root / "scores").rmdir()
+        elif kept == "store":
+            shutil.rmtree(root / "store")
+            (root / "store").mkdir()
+        before = line.tree(root)
+        (root / kept).chmod(0o555)
+        ended = stages(folder, root)
+        wrong = [*_unclear(ended, root / kept, ("Permission denied",)), *_lost(before, root)]
+        (root / kept).chmod(0o755)
+        yield kept or "the root", wrong + _whole(stages(folder, root), folder, root)
+
+
+def _unclear(ended: Ended, place: Path, says: tuple[str, ...]) -> Iterator[str]:
+    """What is wrong with how stages ended that could not write below `place`."""
+    error = ended.error
+    if ended.crash or ended.killed or error is None:
+        yield f"ended otherwise than by a clear error: {ended}"
+    elif not (
+        str(error["file"]).startswith(str(place)) and all(s in error["message"] for s in says) and error["remedy"]
+    ):
+        yield f"is no clear error: {error}"
+    if ended.left:
+        yield f"left running: {ended.left}"
+
+
+def _lost(before: line.Tree, root: Path) -> Iterator[str]:
+    """What was there must be there, and nothing half-made."""
+    now = line.tree(root)
+    for path, kept in before.items():
+        if now.get(path) != kept and not path.startswith(("scores/", "spectra/", "exports/tiny/")):
+            yield f"{path} is lost"
+    yield from (f"{path} is left" for path in now if "/.sandhi-" in path)
+    if not any(root.glob("exports/tiny/*/sandhi.json")):
+        return
+    yield from line.exports_problems(root)
+
+
+def _whole(ended: Ended, folder: Path, root: Path) -> list[str]:
+    if not ended.sound:
+        return [f"the rerun failed: {ended}"]
+    return line.differences(line.tree(folder / "wanted"), line.tree(root))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder.resolve()
+    line.make_pool(folder)
+    assert stages(folder, folder / "wanted").sound
+    for cases in (filled, closed):
+        for case, wrong in cases(folder):
+            print(json.dumps({"kind": cases.__name__, "case": case, "wrong": wrong}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
