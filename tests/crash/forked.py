@@ -16,14 +16,17 @@ from sandhi_core.errors import SandhiError
 SECONDS = 300.0
 """That a child may take; none comes near."""
 
-GRACE = 10.0
+MARK = "SANDHI_CRASH_CHILD"
+"""In the environment of a child, and so of what it starts: its number."""
+
+GRACE = 60.0
 """Seconds in which what a killed process started must have noticed."""
 
 
 @dataclass(frozen=True)
 class Ended:
     """`killed`: by SIGKILL. `told`: what the child told, line by line; `error`: the expected failure it ended with, as
-    a problem; `crash`: the traceback of any other; `left`: processes of its session that outlived it."""
+    a problem; `crash`: the traceback of any other; `left`: what it started and outlived it."""
 
     killed: bool
     told: list[Any]
@@ -58,6 +61,7 @@ def forked(folder: Path, work: Callable[[Callable[[Any], None]], None]) -> Ended
 
 def _child(told: Path, work: Callable[[Callable[[Any], None]], None]) -> None:
     os.setsid()
+    os.environ[MARK] = str(os.getpid())
     handle = os.open(told, os.O_WRONLY | os.O_APPEND)
     write = os.write  # before anything is watched
 
@@ -88,23 +92,25 @@ def _waited(pid: int) -> int:
     raise AssertionError("a child did not end")
 
 
-def _left(session: int) -> list[str]:
-    """What is still running of a session after a while; it is ended."""
+def _left(child: int) -> list[str]:
+    """What a child started that is still running after a while; it is ended."""
     until = time.monotonic() + GRACE
-    while (found := _members(session)) and time.monotonic() < until:
+    while (found := _started_by(child)) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in found:
         os.kill(pid, signal.SIGKILL)
     return list(found.values())
 
 
-def _members(session: int) -> dict[int, str]:
-    found = {}
+def _started_by(child: int) -> dict[int, str]:
+    """What is in the child's session, or has left it but inherited its mark."""
+    found, mark = {}, f"{MARK}={child}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             _, _, after = (entry / "stat").read_text().rpartition(") ")
-            state, _, _, its = after.split()[:4]
-            if int(its) == session and state != "Z":
+            state, _, _, session = after.split()[:4]
+            marked = mark in (entry / "environ").read_bytes().split(b"\0")
+            if state != "Z" and (int(session) == child or marked):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:  # it has just ended
             continue
