@@ -18,10 +18,11 @@ from sandhi_core.errors import SandhiError
 from tests.crash import line
 from tests.crash.forked import Ended, forked
 
-SIZES = (96, 256, 512, 768)
-"""KiB of a disk that the stages fill, one after the other."""
+STAGES = ("profile", "groups", "trajectory", "merged_weights")
+"""In the first node of each the disk is full once, if no earlier one takes more for a while."""
 
-ROOM = 64 * 1024
+PAGE = 4  # KiB, of which files in memory are made
+ROOM = 64 * 1024  # KiB
 
 CLOSED = ("", "records/holdout", "store", "exports/tiny", "scores")
 """Folders of a root, each closed once."""
@@ -31,7 +32,8 @@ _VERSION = 0x20080522
 
 
 def stages(folder: Path, root: Path) -> Ended:
-    """Run all that are stale; ends with the first failure, and tells its stage."""
+    """Run all that are stale; ends with the first failure. Tells each stage and the KiB that are taken after it, and
+    the stage that failed."""
     pool = folder / "tiny.yaml"
 
     def work(tell: Callable[[Any], None]) -> None:
@@ -42,8 +44,24 @@ def stages(folder: Path, root: Path) -> Ended:
             except SandhiError:
                 tell(node[0])
                 raise
+            tell([node[0], taken(root)])
 
     return forked(folder, work)
+
+
+def taken(root: Path) -> int:
+    """KiB of its files, each (inode) once."""
+    files = {(s := path.stat()).st_ino: s.st_size for path in root.rglob("*") if path.is_file()}
+    return sum(PAGE * -(-size // (1024 * PAGE)) for size in files.values())
+
+
+def sizes(told: list[Any]) -> list[int]:
+    """KiB of disks on which each of STAGES gets half of what its first node takes."""
+    found, before = dict[str, int](), 0
+    for stage, after in told:
+        found.setdefault(stage, (before + after) // 2)
+        before = after
+    return sorted(found[stage] for stage in STAGES)
 
 
 def _as_others() -> None:
@@ -56,26 +74,26 @@ def _as_others() -> None:
         libc.capset(header, held)
 
 
-def filled(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def filled(folder: Path, undisturbed: Ended) -> Iterator[tuple[str, list[str]]]:
     """One disk that is enlarged each time that it is full."""
     disk, stopped = folder / "disk", []
     disk.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={SIZES[0]}k", "tmpfs"]
+    options = ["-t", "tmpfs", "tmpfs"]
     mounted = subprocess.run(["mount", *options, str(disk)], capture_output=True, text=True, check=False)
     if mounted.returncode:
         yield "skipped", [mounted.stderr.strip()]
         return
     try:
-        for kib in SIZES:
+        for kib in sizes(undisturbed.told):
             _resized(disk, kib)
             before = line.tree(disk)
             ended = stages(folder, disk)
-            stopped += ended.told
+            stopped += ended.told[-1:]
             yield (
                 f"{kib} KiB",
                 [*_unclear(ended, disk, ("No space left on device", "bytes are free")), *_lost(before, disk)],
             )
-        yield "stages", [] if len(set(stopped)) > 2 else [f"all sizes are those of {stopped}"]
+        yield "stages", [] if len(set(stopped)) > 2 else [f"the disk was only full in {stopped}"]
         _resized(disk, ROOM)
         yield "room again", _whole(stages(folder, disk), folder, disk)
     finally:
@@ -86,7 +104,7 @@ def _resized(disk: Path, kib: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={kib}k", str(disk)], check=True)
 
 
-def closed(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def closed(folder: Path, undisturbed: Ended) -> Iterator[tuple[str, list[str]]]:
     for kept in CLOSED:
         root = folder / "root"
         line.copied(folder / "wanted", root)
@@ -144,9 +162,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder.resolve()
     line.make_pool(folder)
-    assert stages(folder, folder / "wanted").sound
+    undisturbed = stages(folder, folder / "wanted")
+    assert undisturbed.sound, undisturbed
     for cases in (filled, closed):
-        for case, wrong in cases(folder):
+        for case, wrong in cases(folder, undisturbed):
             print(json.dumps({"kind": cases.__name__, "case": case, "wrong": wrong}), flush=True)
 
 

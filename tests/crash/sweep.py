@@ -41,6 +41,7 @@ class Recorded:
     before: line.Tree
     after: line.Tree
     scored: int
+    seconds: float
     events: list[Event] = field(default_factory=list)
     passing: set[tuple[str, str]] = field(default_factory=set)
 
@@ -84,9 +85,11 @@ class Sweep:
             watch(self.root, lambda event: None, done)
             line.run(self.pool, self.root, node, lambda model, seconds: tell("evaluated"))
 
+        begun = time.monotonic()
         ended = forked(self.folder, work)
         assert ended.sound and not ended.left, ended
-        found = Recorded(node, before, line.tree(self.root), ended.told.count("evaluated"))
+        seconds = time.monotonic() - begun
+        found = Recorded(node, before, line.tree(self.root), ended.told.count("evaluated"), seconds)
         for operation, path, site, digest in (told for told in ended.told if told != "evaluated"):
             found.events.append(Event(operation, path, tuple(site)))
             if digest:
@@ -95,7 +98,8 @@ class Sweep:
 
     def points(self, every: bool) -> Iterator[Point]:
         seen = set()
-        for at, recorded in enumerate(self.recorded):
+        # A place that several nodes lead to is tried in the quickest.
+        for at, recorded in sorted(enumerate(self.recorded), key=lambda numbered: numbered[1].seconds):
             for event in recorded.events:
                 site = event.site if every else event.site[:1]
                 for fault in _faults(event.operation):
