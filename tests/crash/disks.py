@@ -123,7 +123,8 @@ def closed(folder: Path, undisturbed: Ended) -> Iterator[tuple[str, list[str]]]:
         ended = stages(folder, root)
         wrong = [*_unclear(ended, root / kept, ("Permission denied",)), *_lost(before, root)]
         (root / kept).chmod(0o755)
-        yield kept or "the root", wrong + _whole(stages(folder, root), folder, root)
+        # What was taken away is only made again as far as it is asked for.
+        yield kept or "the root", wrong + _whole(stages(folder, root), folder, root, ("records/", "exports/"))
 
 
 def _unclear(ended: Ended, place: Path, says: tuple[str, ...]) -> Iterator[str]:
@@ -151,10 +152,15 @@ def _lost(before: line.Tree, root: Path) -> Iterator[str]:
     yield from line.exports_problems(root)
 
 
-def _whole(ended: Ended, folder: Path, root: Path) -> list[str]:
+def _whole(ended: Ended, folder: Path, root: Path, parts: tuple[str, ...] = ("",)) -> list[str]:
+    """What parts of a root differ from those of the undisturbed one."""
     if not ended.sound:
         return [f"the rerun failed: {ended}"]
-    return line.differences(line.tree(folder / "wanted"), line.tree(root))
+    wanted, found = (
+        {path: kept for path, kept in line.tree(tree).items() if path.startswith(parts)}
+        for tree in (folder / "wanted", root)
+    )
+    return line.differences(wanted, found)
 
 
 def main() -> None:
