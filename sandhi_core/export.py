@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sandhi_core.adapters import Link, stock_files, stock_plan
@@ -67,7 +67,8 @@ def export_pool(
         except OSError as error:
             raise _unwritable(home, error) from error
         finally:
-            _clear(home)
+            with suppress(OSError):  # on a disk that takes no change any more: the next export removes it
+                _clear(home)
     return MergedWeights(
         pool=pool.name,
         export=f"{home.parent.name}/{pool.name}/{final.name}",

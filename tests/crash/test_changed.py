@@ -164,7 +164,7 @@ def test_a_file_that_is_cut_short_within_a_read_ends_the_process_and_says_where(
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == -signal.SIGBUS
