@@ -28,7 +28,6 @@ KILLS: tuple[Place, ...] = (
     ("commit", "dagster", "before"),
     ("write", "/scores/a.jsonl", "torn"),
     ("replace", "/records/groups/", "before"),
-    ("fsync", "/scores/b.jsonl", "after"),
     ("rename", "/exports/", "after"),
     ("process", "", "after"),
     ("replace", "/deployment.json", "before"),

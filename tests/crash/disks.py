@@ -24,7 +24,7 @@ STAGES = ("profile", "groups", "trajectory", "merged_weights")
 PAGE = 4  # KiB, of which files in memory are made
 ROOM = 64 * 1024  # KiB
 
-CLOSED = ("", "records/holdout", "store", "exports/tiny", "scores")
+CLOSED = ("", "records/holdout", "store", "exports/tiny")
 """Folders of a root, each closed once."""
 
 _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2  # capability(7): to pass over the modes of files

@@ -13,7 +13,7 @@ from typing import Any
 
 from sandhi_core.errors import SandhiError
 
-SECONDS = 300.0
+SECONDS = 1500.0
 """That a child may take; none comes near."""
 
 MARK = "SANDHI_CRASH_CHILD"
