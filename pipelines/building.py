@@ -31,6 +31,7 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     problems: list[Problem] = []
     expected: dict[Node, int] = {}
     with artifacts.lock():  # before anything that takes long
+        artifacts.sweep()
         if regroup or Planner(catalogue, artifacts).schedule().frontier:
             from pipelines.checking import examine  # loads lm-eval, which a build with nothing to do need not wait for
 

@@ -9,6 +9,7 @@ from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import Problem, StoreError, UsageError
+from sandhi_core.files import writing
 from sandhi_core.graph import Node
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import read_manifest
@@ -81,7 +82,9 @@ def report_pool(file: Path, root: Path) -> Path:
             file=str(root),
             remedy=f"run `sandhi build {file}` first, or give the --root in which it was built",
         )
-    return write_report(artifacts.directory("reports", pool.name), data)
+    directory = artifacts.directory("reports", pool.name)
+    with writing(directory):
+        return write_report(directory, data)
 
 
 def _outdated(planner: Planner) -> dict[str, tuple[Node, ...]]:

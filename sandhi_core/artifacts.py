@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from sandhi_core.adapters import all_there
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import ProofError, StoreError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import sweep, write_atomic, writing
 from sandhi_core.graph import STAGES, Node, Stored
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, sizes_match
 from sandhi_core.records import (
@@ -83,14 +83,8 @@ class Artifacts:
 
     def directory(self, *parts: str) -> Path:
         path = self.root.joinpath(*parts)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"the artifact root cannot be written: {error.strerror or error}",
-                file=str(path),
-                remedy="give another --root or SANDHI_HOME, or mend its permissions",
-            ) from error
         return path
 
     def _path(self, node: Node) -> Path:
@@ -173,8 +167,14 @@ class Artifacts:
             record=record.model_dump(mode="json"),
         )
         self.directory("records", stage)
-        write_atomic(self._path(node), envelope.canonical() + b"\n")
+        path, data = self._path(node), envelope.canonical() + b"\n"
+        with writing(path, len(data)):
+            write_atomic(path, data)
         return envelope.data_version
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half-written. What lies elsewhere and is only linked to is swept too."""
+        sweep(path for path in self.root.iterdir() if path.is_dir())
 
     @property
     def in_use(self) -> bool:
@@ -195,7 +195,8 @@ class Artifacts:
         Raises StoreError where another process holds it.
         """
         self.directory()
-        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        with writing(self.root / "lock"):
+            handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if not _locked(handle):
                 raise StoreError(

@@ -102,9 +102,11 @@ class Checkpoint:
     def raw(self, name: str) -> memoryview:
         """A tensor's bytes, row-major, read-only.
 
-        Raises CheckpointError where its file changed since `open`.
+        Raises CheckpointError where its file changed since `open`: a mapping would show other bytes, and one of a
+        file that was cut short ends the process (SIGBUS) where it is read.
         """
         entry = self.headers[name]
+        self.require_unchanged(entry.file)
         return self._view(entry.file)[entry.start : entry.start + entry.nbytes]
 
     def tensor(self, name: str) -> Tensor:

@@ -6,6 +6,7 @@ stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
+import faulthandler
 import io
 import os
 import shutil
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None, commands: Mapping[str, Command]) -> int:
         answering = partial(Answer, sys.stdout.write)
         with redirect_stdout(sys.stderr):
             return _run(argv, commands, answering, lambda: False)
+    faulthandler.enable()  # a mapped file that another process cuts short ends this one: then it says where
     given = os.dup(1)
     # Standard output is for the answer alone: what libraries and task modules print goes to standard error.
     os.dup2(2, 1)

@@ -9,7 +9,6 @@ import ctypes
 import json
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sandhi_core.files import fsync_directory
+from sandhi_core.files import aside, flush, fsync_directory
 
 # safetensors' own order, widest first: files written in it have every tensor aligned to its elements.
 DTYPES: dict[str, torch.dtype] = {
@@ -147,21 +146,21 @@ def write_safetensors(path: Path, entries: Iterable[Entry], *, alignment: int = 
 
     Raises OSError.
     """
-    ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
-    aside = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        with aside.open("wb") as f:
-            f.write(header_bytes(ordered, alignment))
-            for entry in ordered:
-                for start in range(0, entry.raw.nbytes, _CHUNK):
-                    f.write(entry.raw[start : start + _CHUNK])
-            f.flush()
-            os.fsync(f.fileno())
-        aside.chmod(0o444)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with aside(path.parent) as (written, f):
+        fill(f, entries, alignment)
+        written.chmod(0o444)
+        written.replace(path)
     fsync_directory(path.parent)
+
+
+def fill(f: BinaryIO, entries: Iterable[Entry], alignment: int = ALIGNMENT) -> None:
+    """Write into an open, empty file what `write_safetensors` would, and flush it to the disk. Raises OSError."""
+    ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
+    f.write(header_bytes(ordered, alignment))
+    for entry in ordered:
+        for start in range(0, entry.raw.nbytes, _CHUNK):
+            f.write(entry.raw[start : start + _CHUNK])
+    flush(f)
 
 
 def header_bytes(ordered: Sequence[Entry], alignment: int = ALIGNMENT) -> bytes:

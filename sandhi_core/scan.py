@@ -9,7 +9,6 @@ path, size, time and inode:
 """
 
 import hashlib
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,16 +23,16 @@ from pydantic import ValidationError
 from sandhi_core.architecture import layer_count, slots
 from sandhi_core.checkpoint import Checkpoint, digest_prefix, refuse
 from sandhi_core.errors import Problem, StoreError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import aside, fsync_directory, write_atomic, writing
 from sandhi_core.moments import RowStatistics, rounded, row_moments, row_statistics_of, rows_at_once
 from sandhi_core.records import Fingerprint, Record, TensorInfo, digest_of
 from sandhi_core.safetensors_file import (
     Entry,
     FormatError,
+    fill,
     map_file,
     raw_bytes,
     tensor_over,
-    write_safetensors,
 )
 from sandhi_core.survey_files import FileIdentity, HeaderEntry
 
@@ -134,7 +133,7 @@ def _file(checkpoint: Checkpoint, file: str, scans: Path) -> FileScan | list[Pro
         return problems
     rows = _keep_rows(scans, [e for s in scanned if s.rows for e in _entries(s.info.name, s.rows)])
     scan = FileScan(tensors=tuple(s.info for s in scanned), rows=rows)
-    with _writing(kept):
+    with _writing(kept.parent):
         write_atomic(kept, scan.canonical() + b"\n" + _seal(kept, scan))
     return scan
 
@@ -224,14 +223,14 @@ def _read_rows(path: Path, identity: FileIdentity) -> dict[str, Entry]:
 
 def _keep_rows(scans: Path, entries: Iterable[Entry]) -> str:
     """Write a file of row statistics under the sha256 of its bytes, which is returned."""
-    aside = scans / "rows" / f".{secrets.token_hex(8)}.tmp"
-    with _writing(aside):
-        try:
-            write_safetensors(aside, entries)
-            sha256 = _sha256(aside)
-            aside.replace(_rows_path(scans, sha256))
-        finally:
-            aside.unlink(missing_ok=True)
+    folder = _rows_path(scans, "").parent
+    with _writing(folder):
+        with aside(folder) as (written, f):
+            fill(f, entries)
+            sha256 = _sha256(written)
+            written.chmod(0o444)
+            written.replace(_rows_path(scans, sha256))
+        fsync_directory(folder)
     return sha256
 
 
@@ -252,13 +251,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+def _writing(folder: Path) -> Iterator[None]:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise StoreError(
-            f"cannot be written: {error.strerror or error}",
-            file=str(path.parent),
-            remedy="give the artifact root space and write permission, or choose another with --root",
-        ) from error

@@ -19,7 +19,7 @@ from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, capacity, memory_of
 from sandhi_core.deploy.stock import StockMemory, stock_memory
 from sandhi_core.errors import ProofError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import write_atomic, writing
 from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.pool import Pool
 from sandhi_core.records import (
@@ -297,5 +297,7 @@ def write_deployment(export_root: Path, spec: DeploymentSpec) -> Path:
     """Write the specification beside the export's manifest, laid out for people; returns its path."""
     path = export_root / DEPLOYMENT
     text = json.dumps(spec.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
-    write_atomic(path, text.encode() + b"\n", mode=0o444)
+    data = text.encode() + b"\n"
+    with writing(path, len(data)):
+        write_atomic(path, data, mode=0o444)
     return path
