@@ -52,14 +52,15 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     }
 
 
-def dry_run(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
-    """What a build would run (`stale`), what that may make stale (`waiting`), and the cost of both at most."""
+def dry_run(file: Path, root: Path, *, regroup: bool = False, headers_only: bool = False) -> dict[str, Any]:
+    """What a build would run (`stale`), what that may make stale (`waiting`), and the cost of both at most.
+    `headers_only`: as checking.check."""
     catalogue = load_catalogue([file])
     artifacts = Settings(file, root).artifacts()
     schedule = Planner(catalogue, artifacts).schedule(catalogue.regrouped(regroup))
     from pipelines.checking import check
 
-    findings = check(file, root, regroup=regroup)
+    findings = check(file, root, regroup=regroup, headers_only=headers_only)
     return {
         "ok": findings["ok"],
         "problems": findings["problems"],

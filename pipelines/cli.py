@@ -30,11 +30,24 @@ def _root(arguments: argparse.Namespace) -> Path:
         raise UsageError(f"--root {str(given)!r} is no usable path: {error}", remedy="name a directory") from None
 
 
+def _add_headers_only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--headers-only",
+        action="store_true",
+        help="read no weights, which takes hours where there are terabytes: not whether they are damaged or NaN",
+    )
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_pool(parser)
+    _add_headers_only(parser)
+
+
 def _check(arguments: argparse.Namespace, answer: Answer) -> int:
     from pipelines.checking import check
     from sandhi_core.report.text import print_check
 
-    document = check(arguments.pool, _root(arguments))
+    document = check(arguments.pool, _root(arguments), headers_only=arguments.headers_only)
     answer(document, lambda: print_check(document))
     return 0 if document["ok"] else 1
 
@@ -43,15 +56,22 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser)
     parser.add_argument("--dry-run", action="store_true", help="say what is stale and what it costs; run nothing")
     parser.add_argument("--regroup", action="store_true", help="form the groups anew, as the nightly rebuild does")
+    _add_headers_only(parser)
 
 
 def _build(arguments: argparse.Namespace, answer: Answer) -> int:
     from pipelines.building import build_pool, dry_run
     from sandhi_core.report.text import print_build, print_dry_run
 
-    building, show = (dry_run, print_dry_run) if arguments.dry_run else (build_pool, print_build)
-    document = building(arguments.pool, _root(arguments), regroup=arguments.regroup)
-    answer(document, lambda: show(document))
+    file, root, regroup = arguments.pool, _root(arguments), arguments.regroup
+    if arguments.headers_only and not arguments.dry_run:
+        raise UsageError("a build reads the weights", remedy="give --headers-only with --dry-run, or to check")
+    if arguments.dry_run:
+        document = dry_run(file, root, regroup=regroup, headers_only=arguments.headers_only)
+        answer(document, lambda: print_dry_run(document))
+    else:
+        document = build_pool(file, root, regroup=regroup)
+        answer(document, lambda: print_build(document))
     return 0 if document["ok"] else 1
 
 
@@ -87,7 +107,7 @@ COMMANDS: dict[str, Command] = {
     "check": Command(
         "say what is wrong with a pool and what building it would cost",
         ("sandhi check pools/demo.yaml",),
-        _add_pool,
+        _add_check,
         _check,
     ),
     "build": Command(

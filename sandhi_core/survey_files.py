@@ -144,8 +144,13 @@ def readable_file(found: Survey, file: str) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError with a reason where it is none, OSError if unreadable."""
+    return json_object(path.read_bytes())
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ValueError with a reason where it is none."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"is no JSON: {error}") from None
     except RecursionError:
