@@ -98,9 +98,7 @@ def _cost(catalogue: Catalogue, pool: Pool, fingerprints: dict[str, Fingerprint]
     return plan.model_copy(update={"groups": tuple(g for g in groups if g.models)}).model_dump(mode="json")
 
 
-def _models(
-    pool: Pool, scans: Path, reading: Reading, *, deep: bool
-) -> tuple[list[Problem], dict[str, Fingerprint]]:
+def _models(pool: Pool, scans: Path, reading: Reading, *, deep: bool) -> tuple[list[Problem], dict[str, Fingerprint]]:
     problems: list[Problem] = []
     fingerprints: dict[str, Fingerprint] = {}
     many = len(pool.models)

@@ -175,7 +175,9 @@ def _tokenizers(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator
             continue
         for entry in (one, other):
             if files[entry.name] not in numbers:
-                numbers[files[entry.name]] = hashlib.sha256(json.dumps(_ids(entry), sort_keys=True).encode()).hexdigest()
+                numbers[files[entry.name]] = hashlib.sha256(
+                    json.dumps(_ids(entry), sort_keys=True).encode()
+                ).hexdigest()
         if numbers[files[one.name]] != numbers[files[other.name]]:
             told.add(other.name)
             yield _problem(

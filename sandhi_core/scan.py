@@ -230,7 +230,8 @@ def _rows_path(scans: Path, sha256: str) -> Path:
     return scans / "rows" / f"{sha256}.safetensors"
 
 
-@lru_cache(maxsize=64)
+# Kinship goes through all models of a pool once for every layer: fewer than there are would be checked again each time.
+@lru_cache(maxsize=1024)
 def _read_rows(path: Path, identity: FileIdentity) -> dict[str, Entry]:
     """A file of row statistics, checked against its name once a process (unless it changes)."""
     if _sha256(path) != path.stem:
