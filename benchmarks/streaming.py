@@ -234,9 +234,7 @@ def shown(found: Sequence[Took]) -> str:
         ours = way in DO
         less = start if ours else dict.fromkeys(start, 0.0)
         speeds = [t.read / (t.seconds - less["seconds"]) / 1e6 for t in of(way)]
-        ratios = [
-            (c.seconds) / (t.seconds - less["seconds"]) for c, t in zip(of("cp"), of(way), strict=True)
-        ]
+        ratios = [(c.seconds) / (t.seconds - less["seconds"]) for c, t in zip(of("cp"), of(way), strict=True)]
         cpu = statistics.median(t.cpu - less["cpu"] for t in of(way))
         peak = [max(getattr(t, f) for t in of(way)) - less[f] for f in ("anonymous", "resident")]
         lines.append(

@@ -23,8 +23,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from sandhi_core.adapters import all_there
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import ProofError, StoreError

@@ -6,12 +6,14 @@ header padded with spaces, then the tensors' bytes without holes. What is writte
 """
 
 import ctypes
+import hashlib
 import json
 import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -88,6 +90,33 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data.toreadonly()
 
 
+def tensor_digest(dtype: str, shape: Sequence[int], raw: bytes | bytearray | memoryview) -> str:
+    """sha256, hex, over dtype (safetensors' spelling), shape and bytes: `BF16:128,64`, a newline, the data in
+    row-major order (docs/format.md, "Digest")."""
+    digest = hashlib.sha256(digest_prefix(dtype, shape))
+    digest.update(raw)
+    return digest.hexdigest()
+
+
+def digest_prefix(dtype: str, shape: Sequence[int]) -> bytes:
+    """What a tensor's digest covers before its bytes."""
+    return f"{dtype}:{','.join(map(str, shape))}\n".encode()
+
+
+def release(raw: memoryview) -> None:
+    """Of a view of a mapping, give the pages back: this process no longer counts as holding them, and reads them again
+    (from the page cache, as a rule) where they are touched once more. Whatever is no mapping stays as it is."""
+    mapping = raw.obj
+    if isinstance(mapping, mmap.mmap) and raw.nbytes:
+        at = _address(raw) - _address(memoryview(mapping))
+        start = at - at % PAGE
+        mapping.madvise(mmap.MADV_DONTNEED, start, at + raw.nbytes - start)
+
+
+def _address(raw: memoryview) -> int:
+    return int(np.frombuffer(raw, np.uint8).ctypes.data)
+
+
 def tensor_over(dtype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
     """A tensor over read-only bytes, without a copy; a stray write into a mapping is a segmentation fault.
     The tensor keeps `raw`, and with it the mapping, alive.
@@ -96,7 +125,7 @@ def tensor_over(dtype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
     """
     if not raw.nbytes:
         return torch.empty(tuple(shape), dtype=DTYPES[dtype])
-    buffer = (ctypes.c_ubyte * raw.nbytes).from_address(np.frombuffer(raw, np.uint8).ctypes.data)
+    buffer = (ctypes.c_ubyte * raw.nbytes).from_address(_address(raw))
     buffer.keeps = raw  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=DTYPES[dtype]).reshape(tuple(shape))
 
@@ -147,14 +176,38 @@ def write_safetensors(path: Path, entries: Iterable[Entry], *, alignment: int = 
 
     Raises OSError.
     """
+    _write(path, entries, alignment, _pour)
+
+
+def write_hashed(path: Path, entries: Iterable[Entry]) -> dict[str, str]:
+    """As `write_safetensors`; returns the digest of every tensor. A second thread hashes a tensor while it is written,
+    so that its bytes are read from the disk once."""
+    digests: dict[str, str] = {}
+    with ThreadPoolExecutor(1) as hashing:
+
+        def pour(f: BinaryIO, entry: Entry) -> None:
+            hashed = hashing.submit(tensor_digest, entry.dtype, entry.shape, entry.raw)
+            _pour(f, entry)
+            digests[entry.name] = hashed.result()
+
+        _write(path, entries, ALIGNMENT, pour)
+    return digests
+
+
+def _pour(f: BinaryIO, entry: Entry) -> None:
+    for start in range(0, entry.raw.nbytes, _CHUNK):
+        f.write(entry.raw[start : start + _CHUNK])
+
+
+def _write(path: Path, entries: Iterable[Entry], alignment: int, pour: Callable[[BinaryIO, Entry], None]) -> None:
     ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
     aside = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with aside.open("wb") as f:
             f.write(header_bytes(ordered, alignment))
             for entry in ordered:
-                for start in range(0, entry.raw.nbytes, _CHUNK):
-                    f.write(entry.raw[start : start + _CHUNK])
+                pour(f, entry)
+                release(entry.raw)
             f.flush()
             os.fsync(f.fileno())
         aside.chmod(0o444)

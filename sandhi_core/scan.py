@@ -32,6 +32,7 @@ from sandhi_core.safetensors_file import (
     FormatError,
     map_file,
     raw_bytes,
+    release,
     tensor_over,
     write_safetensors,
 )
@@ -142,7 +143,9 @@ def _file(
     entries = [entry for entry in checkpoint.headers.values() if entry.file == file]
     scanned = []
     for entry in entries:
-        scanned.append(_scan(entry, checkpoint.raw(entry.name)))
+        raw = checkpoint.raw(entry.name)
+        scanned.append(_scan(entry, raw))
+        release(raw)
         if told is not None:
             told(entry.nbytes)
     checkpoint.require_unchanged(file)
