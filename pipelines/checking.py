@@ -131,7 +131,7 @@ def _unread(*found: dict[str, Fingerprint]) -> Iterator[Problem]:
     yield Problem(
         code="weights-unread",
         severity="warning",
-        message=f"{size(nbytes)} of weights were not read: whether they are damaged, NaN, or exact duplicates is unknown",
+        message=f"{size(nbytes)} of weights were not read: whether they are damaged, NaN or duplicates is unknown",
         remedy="leave out --headers-only; a build reads them in any case, and a check that did spares it that",
     )
 

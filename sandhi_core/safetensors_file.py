@@ -49,6 +49,7 @@ DTYPES: dict[str, torch.dtype] = {
 _ORDER = {dtype: i for i, dtype in enumerate(DTYPES)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+_MOST_DIMENSIONS = 64  # numpy's limit; torch takes as many
 _CHUNK = 16 << 20  # bytes handed to one write
 PAGE = mmap.PAGESIZE
 """Bytes of which the kernel maps a file in wholes."""
@@ -239,7 +240,9 @@ def _parse(text: bytes) -> dict[str, Any]:
 
     try:
         header = json.loads(text, object_pairs_hook=once)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except FormatError:
+        raise
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of thousands of digits
         raise FormatError("its header is no JSON") from None
     if not isinstance(header, dict):
         raise FormatError("its header is no JSON object")
@@ -247,9 +250,28 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _place(name: str, value: Any) -> tuple[str, Place]:
+    if not _encodable(name):
+        raise FormatError(f"a tensor's name, {ascii(name)[:200]}, is no text")
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
-            known = dtype in DTYPES and start >= 0 and all(type(n) is int and n >= 0 for n in shape)
+            known = dtype in DTYPES and start >= 0 and len(shape) <= _MOST_DIMENSIONS
+            known = known and all(type(n) is int and n >= 0 for n in shape)
             if known and end - start == prod(shape) * DTYPES[dtype].itemsize:
                 return name, Place(dtype, tuple(shape), start, end)
-    raise FormatError(f"tensor {name} has a header entry that makes no sense: {str(value)[:200]}")
+    raise FormatError(f"tensor {name} has a header entry that makes no sense: {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        return ascii(value)[:200]
+    except RecursionError:  # nested as deeply as could just be read
+        return "lists in lists"
+
+
+def _encodable(text: str) -> bool:
+    """Whether it is Unicode: JSON can also spell halves of characters, which no file and no terminal takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ WEIGHTS = (*UNREAD, *(f"*{suffix}" for suffix in SUFFIXES.values()), "*.index.js
 """Files that hold or index weights: never copied beside an export's own."""
 
 DOWNLOAD = "download it again: `hf download`, or `git lfs pull` in a clone"
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024  # pointers are shorter
 
@@ -151,7 +153,11 @@ def json_object(text: bytes) -> dict[str, Any]:
     """A JSON object. Raises ValueError with a reason where it is none."""
     try:
         value = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        if _HALF.search(text):  # of a character: no file and no terminal takes one alone
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("is no JSON that anyone wrote: holds half of a character") from None
+    except ValueError as error:  # no UTF-8, no JSON, a number of thousands of digits
         raise ValueError(f"is no JSON: {error}") from None
     except RecursionError:
         raise ValueError("is no JSON that anyone wrote: nested too deeply") from None
