@@ -7,6 +7,7 @@ from typing import Any
 from pipelines.headless import build
 from pipelines.progress import Progress
 from pipelines.reporting import report_pool
+from pipelines.scratch import SCRATCH
 from pipelines.settings import Settings
 from sandhi_core.adapters import summary as stock_summary
 from sandhi_core.artifacts import Artifacts
@@ -31,6 +32,7 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     problems: list[Problem] = []
     expected: dict[Node, int] = {}
     with artifacts.lock():  # before anything that takes long
+        artifacts.directory(SCRATCH)
         if regroup or Planner(catalogue, artifacts).schedule().frontier:
             from pipelines.checking import examine  # loads lm-eval, which a build with nothing to do need not wait for
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelines.progress import Reading
+from pipelines.scratch import SCRATCH
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue, weight_bytes
 from sandhi_core.errors import Problem, SandhiError
@@ -57,6 +58,7 @@ def examine(file: Path, root: Path, *, regroup: bool = False, headers_only: bool
     document = read_document(file)
     (pool,) = catalogue.pools.values()
     settings = Settings(file, root)
+    settings.artifacts().directory(SCRATCH)
     scans = settings.artifacts().directory("scans")
     reading = Reading(0 if headers_only else sum(map(weight_bytes, (*pool.models, *pool.bases))))
     problems, fingerprints = _models(pool, scans, reading, deep=not headers_only)

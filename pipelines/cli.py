@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pipelines.scratch import scratch_within
 from pipelines.settings import default_root
 from sandhi_core.answering import Answer
 from sandhi_core.cli import Command
@@ -44,10 +45,12 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace, answer: Answer) -> int:
-    from pipelines.checking import check
-    from sandhi_core.report.text import print_check
+    root = _root(arguments)
+    with scratch_within(root):
+        from pipelines.checking import check
+        from sandhi_core.report.text import print_check
 
-    document = check(arguments.pool, _root(arguments), headers_only=arguments.headers_only)
+        document = check(arguments.pool, root, headers_only=arguments.headers_only)
     answer(document, lambda: print_check(document))
     return 0 if document["ok"] else 1
 
@@ -60,18 +63,18 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(arguments: argparse.Namespace, answer: Answer) -> int:
-    from pipelines.building import build_pool, dry_run
-    from sandhi_core.report.text import print_build, print_dry_run
-
     file, root, regroup = arguments.pool, _root(arguments), arguments.regroup
     if arguments.headers_only and not arguments.dry_run:
         raise UsageError("a build reads the weights", remedy="give --headers-only with --dry-run, or to check")
-    if arguments.dry_run:
-        document = dry_run(file, root, regroup=regroup, headers_only=arguments.headers_only)
-        answer(document, lambda: print_dry_run(document))
-    else:
-        document = build_pool(file, root, regroup=regroup)
-        answer(document, lambda: print_build(document))
+    with scratch_within(root):
+        from pipelines.building import build_pool, dry_run
+        from sandhi_core.report.text import print_build, print_dry_run
+
+        if arguments.dry_run:
+            document = dry_run(file, root, regroup=regroup, headers_only=arguments.headers_only)
+        else:
+            document = build_pool(file, root, regroup=regroup)
+    answer(document, lambda: (print_dry_run if arguments.dry_run else print_build)(document))
     return 0 if document["ok"] else 1
 
 
@@ -81,9 +84,11 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace, answer: Answer) -> int:
-    from pipelines.reporting import report
+    root = _root(arguments)
+    with scratch_within(root):
+        from pipelines.reporting import report
 
-    paths, problems = report(arguments.pool, _root(arguments))
+        paths, problems = report(arguments.pool, root)
     for problem in problems:
         print(problem.line(), file=sys.stderr)
     found = [p.model_dump(mode="json") for p in problems]

@@ -8,6 +8,7 @@
     store/                    shared tensors by digest (store)
     exports/POOL/ID/          exported checkpoints with their manifest (export)
     reports/POOL/             page, pictures and Parquet tables
+    scratch/                  caches and temporary files of libraries; may be removed while nothing runs
     dagster/                  Dagster's own files, unless DAGSTER_HOME says otherwise
 
 Only this directory is ever written.
