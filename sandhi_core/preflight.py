@@ -20,6 +20,7 @@ from sandhi_core.scan import examine
 from sandhi_core.survey import CONFIG, survey
 from sandhi_core.survey_files import Survey
 from sandhi_core.vocabulary import TOKENIZER, TOKENIZERS, token_ids
+from sandhi_core.words import count
 
 __all__ = ["check_base", "check_model", "check_pool"]
 
@@ -55,6 +56,7 @@ def check_model(
     _check_tokenizer(found)
     _check_loading(found)
     _mention_ignored(found)
+    _mention_links(found)
     return _judged(found, fingerprint)
 
 
@@ -150,3 +152,16 @@ def _mention_ignored(found: Survey) -> None:
         others = f" and {len(found.ignored) - 1} more files" if len(found.ignored) > 1 else ""
         message = f"{found.ignored[0]}{others} hold weights in other formats: neither read nor exported"
         found.report("weights-ignored", message, "nothing, or remove them", found.ignored[0], severity="warning")
+
+
+def _mention_links(found: Survey) -> None:
+    """Links out of the directory, but for those of the hub's cache to the files of the same repository."""
+    home = found.directory.resolve()
+    home = home.parent.parent if home.parent.name == "snapshots" else home
+    paths = {file: found.directory / file for file in (*found.weights, *found.beside)}
+    ends = {file: path.resolve() for file, path in paths.items() if path.is_symlink() and path.exists()}
+    outside = [file for file, end in ends.items() if not end.is_relative_to(home)]
+    if outside:
+        others = f" ({count(len(outside), 'file')} of the model do)" if len(outside) > 1 else ""
+        message = f"leads out of the checkpoint, to {ends[outside[0]]}{others}: what is there is read and exported"
+        found.report("link-outside", message, "nothing, if that is meant", outside[0], severity="warning")

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -15,7 +16,7 @@ import yaml
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.errors import PoolError
 from sandhi_core.export import export_pool
-from sandhi_core.pool import load_pool
+from sandhi_core.pool import ModelEntry, TaskBudget, load_pool
 from sandhi_core.preflight import check_model
 from sandhi_core.scan import fingerprint
 from sandhi_core.store import Store
@@ -87,7 +88,7 @@ def test_a_build_writes_below_the_artifact_root_and_nowhere_else(tmp_path: Path)
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "sandhi_core", "build", str(pool / "pool.yaml"), "--root", str(tmp_path / "root")]
-    done = subprocess.run(command, cwd=places["cwd"], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=places["cwd"], env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert listing(pool) == before
     assert [p for name in ("home", "tmp", "cwd") for p in places[name].iterdir()] == []
@@ -116,13 +117,8 @@ def test_no_source_builds_shell_strings_unpickles_or_runs_a_models_code() -> Non
             shell, remote = given.get("shell"), given.get("trust_remote_code")
             if called in forbidden or (isinstance(node.func, ast.Name) and called in ("eval", "exec", "__import__")):
                 wrong.append((file.name, node.lineno, called))
-            if (
-                shell is not None
-                and not (isinstance(shell, ast.Constant) and shell.value is False)
-                and called != "_replace"
-            ):
-                if owner == "subprocess":
-                    wrong.append((file.name, node.lineno, "shell"))
+            if owner == "subprocess" and shell is not None:
+                wrong.append((file.name, node.lineno, "shell"))
             if remote is not None and not (isinstance(remote, ast.Constant) and remote.value is False):
                 wrong.append((file.name, node.lineno, "trust_remote_code"))
             if (owner, called) == ("torch", "load"):
@@ -218,9 +214,7 @@ def test_the_hub_caches_own_links_are_no_news(tmp_path: Path) -> None:
     assert (problems, found is None) == ([], False)
 
 
-def model_entry(directory: Path):  # type: ignore[no-untyped-def]
-    from sandhi_core.pool import ModelEntry, TaskBudget
-
+def model_entry(directory: Path) -> ModelEntry:
     return ModelEntry(name="m", path=str(directory), tasks=(TaskBudget(task="t", metric="acc", budget=0.1),))
 
 
@@ -259,3 +253,12 @@ def test_what_is_written_is_nobodys_to_change(tmp_path: Path, mask: int) -> None
     folders = [p for p in (tmp_path / "root").rglob("*") if p.is_dir()]
     assert {stat.S_IMODE(p.stat().st_mode) for p in folders} == {0o777 & ~mask}
     assert (tmp_path / "root" / "exports").exists() and INDEX in {p.name for p in files}
+
+
+def test_every_test_that_the_security_page_names_is_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    files = {name: ROOT / name for name in re.findall(r"`(tests/[\w/]+\.py)", page)}
+    assert len(files) > 5 and all(file.is_file() for file in files.values())
+    own = Path(__file__).read_text()
+    tests = re.findall(r"::(test_\w+)", page)
+    assert len(tests) > 5 and all(f"def {test}(" in own for test in tests)
