@@ -1,6 +1,5 @@
 """The whole of it with real engines: OpenAI servers of one export, asked, and stopped by Ctrl-C."""
 
-import json
 import os
 import signal
 import subprocess
