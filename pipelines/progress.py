@@ -78,7 +78,7 @@ class Reading:
     """Says now and then how much of `total` bytes of weights has been read, and how long the rest takes at that speed.
     What an earlier pass has kept is not read again: the time left is an upper bound."""
 
-    def __init__(self, total: int, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, total: int, stream: TextIO) -> None:
         self.about = ""
         self._total = total
         self._stream = stream

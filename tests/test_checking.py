@@ -96,7 +96,7 @@ def test_checkpoints_that_take_long_are_named(
     choice_task(tmp_path / "tasks")
     check(pool_file(tmp_path), tmp_path / "root")
     told = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"  a, 1 of 2: [0-9.]+ KiB read, [0-9.]+ [KMG]iB/s, at most 0:00 left", told[1])
+    assert re.fullmatch(r"  a, 1 of 2: [0-9.]+ \w+ read, [0-9.]+ \w+/s, at most [0-9:]+ left", told[1])
     assert any(line.startswith("  b, 2 of 2: ") for line in told)
     check(pool_file(tmp_path), tmp_path / "root", headers_only=True)
     assert (

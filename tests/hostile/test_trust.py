@@ -57,6 +57,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_build_writes_below_the_artifact_root_and_nowhere_else(tmp_path: Path) -> None:
     """Home, temporary files, working directory, pool and checkpoints stay as they are, at every moment as far as Python
     sees it, and at the end as far as the disk does."""
