@@ -43,8 +43,8 @@ def hollow_pool(folder: Path, shape: str, models: int) -> Path:
     shards = _cut(tensors)
     files = {f"model-{n:05}-of-{len(shards):05}.safetensors": shard for n, shard in enumerate(shards, 1)}
     headers = {file: _header(shard) for file, shard in files.items()}
-    index = {"metadata": {"total_size": _nbytes(tensors)}}
-    index["weight_map"] = {name: file for file, shard in files.items() for name, _ in shard}  # type: ignore[assignment]
+    weight_map = {name: file for file, shard in files.items() for name, _ in shard}
+    index = {"metadata": {"total_size": _nbytes(tensors)}, "weight_map": weight_map}
     tokenizer = _tokenizer(config.vocab_size)
     names = [f"m{n:03}" for n in range(models)]
     for name in names:
@@ -67,9 +67,9 @@ def hollow_pool(folder: Path, shape: str, models: int) -> Path:
         "models": [{"name": name, "path": f"models/{name}", "tasks": [task]} for name in names],
         "evaluation": {"include_path": "tasks"},
     }
-    file = folder / "pool.yaml"
-    file.write_text(yaml.safe_dump(pool, sort_keys=False))
-    return file
+    path = folder / "pool.yaml"
+    path.write_text(yaml.safe_dump(pool, sort_keys=False))
+    return path
 
 
 def _cut(tensors: Tensors) -> list[Tensors]:

@@ -60,8 +60,8 @@ def examine(file: Path, root: Path, *, regroup: bool = False, headers_only: bool
     settings = Settings(file, root)
     settings.artifacts().directory(SCRATCH)
     scans = settings.artifacts().directory("scans")
-    total = 0 if headers_only else sum(map(weight_bytes, (*pool.models, *pool.bases)))
-    reading = Reading(total, sys.stderr)
+    files = [weight_bytes(entry) for entry in pool.models] + [weight_bytes(base) for base in pool.bases]
+    reading = Reading(0 if headers_only else sum(files), sys.stderr)
     problems, fingerprints = _models(pool, scans, reading, deep=not headers_only)
     task_problems, questions = _questions(pool, settings.artifacts().directory("datasets"))
     problems += task_problems

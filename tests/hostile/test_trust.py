@@ -34,7 +34,7 @@ notes, busy = os.open(os.environ["WATCH_NOTES"], os.O_WRONLY | os.O_APPEND | os.
 EVENTS = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1, "os.remove": 0, "os.rmdir": 0, "os.truncate": 0,
           "os.chmod": 0, "sqlite3.connect": 0}
 def note(event, args):
-    if busy:
+    if busy or (event in ("os.remove", "os.rmdir") and args[1] != -1):  # a name in a folder that is open
         return
     busy.append(1)
     try:
