@@ -16,14 +16,14 @@ from pathlib import Path
 
 from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.assignment import Assignment, factors_among
-from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.files import aside, flush, fsync_directory, unwritable, write_atomic, writing
 from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest, shards
 from sandhi_core.pool import Pool
 from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
-from sandhi_core.safetensors_file import Entry, write_safetensors
+from sandhi_core.safetensors_file import Entry, write_hashed
 from sandhi_core.store import Store
 
 _CLONE = 0x40049409  # FICLONE, ioctl_ficlonerange(2)
@@ -94,12 +94,16 @@ def _write(
             if all(tensor.sharing == "private" for tensor in members.values()):
                 assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
                 with writing(target / file, sum(tensor.nbytes for tensor in members.values())):
-                    write_safetensors(target / file, _private(members, checkpoint, assigned, store))
+                    found = write_hashed(target / file, _private(members, checkpoint, assigned, store))
+                for tensor_name, tensor in members.items():
+                    if found[tensor_name] != tensor.digest:
+                        raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
                 continue
             ((tensor_name, tensor),) = members.items()
             entry = store.path(tensor.digest, tensor_name)
             if entry not in placed and tensor.sharing == "duplicate":
-                store.put_raw(*_own(checkpoint, tensor_name, tensor.digest))
+                if store.put_raw(*_own(checkpoint, tensor_name)) != tensor.digest:
+                    raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
             elif entry not in placed:
                 store.provide(tensor.digest, tensor_name)
             _place(entry, target / file, model.linked, placed)
@@ -138,14 +142,12 @@ def _private(
         if name in assigned:
             yield store.entry(tensor.digest)._replace(name=name)
         else:
-            yield _own(checkpoint, name, tensor.digest)
+            yield _own(checkpoint, name)
 
 
-def _own(checkpoint: Checkpoint, name: str, digest: str) -> Entry:
-    header, raw = checkpoint.header(name), checkpoint.raw(name)
-    if tensor_digest(header.dtype, header.shape, raw) != digest:
-        raise _changed(checkpoint, header.file, name)
-    return Entry(name, header.dtype, header.shape, raw)
+def _own(checkpoint: Checkpoint, name: str) -> Entry:
+    header = checkpoint.header(name)
+    return Entry(name, header.dtype, header.shape, checkpoint.raw(name))
 
 
 def _copy_beside(checkpoint: Checkpoint, file: str, digest: str, target: Path) -> None:

@@ -26,6 +26,7 @@ from sandhi_core.safetensors_file import (
     dtype_name,
     map_file,
     raw_bytes,
+    release,
     tensor_over,
     write_safetensors,
 )
@@ -141,4 +142,6 @@ class Store:
         if list(entries) != [name]:
             return False
         _, dtype, shape, raw = entries[name]
-        return tensor_digest(dtype, shape, raw) == digest
+        found = tensor_digest(dtype, shape, raw)
+        release(raw)
+        return found == digest

@@ -91,7 +91,8 @@ def _transformers(
     words = [word for model, directory in directories.items() for word in (model, str(directory))]
     command = [python, "-m", "sandhi_core.serving.hold", str(port), *words]
     names = ", ".join(sorted(directories))
-    server = Server.start(names, command, port=port, log=logs / "hold.log", environment=environment(), grace=2.0)
+    settings = environment() | {"TMPDIR": str(logs)}
+    server = Server.start(names, command, port=port, log=logs / "hold.log", environment=settings, grace=2.0)
     running.enter_context(server)
     server.wait_ready(max(deadline - time.monotonic(), 0.0))
     said = {found["model"]: found for found in fetch(server.url, names)}
