@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import dagster as dg
 
+from assets.telling import Telling
 from resources.artifact_root import ArtifactRoot
 from resources.bench import Bench
 from resources.devices import SCORING, device_slot
@@ -21,6 +22,7 @@ from resources.running import running
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner
 from sandhi_core.errors import SandhiError
+from sandhi_core.forecast import bound
 from sandhi_core.graph import STAGES, Catalogue, Node, Scope, fingerprint
 from sandhi_core.records import Record
 
@@ -68,6 +70,17 @@ class Check:
     warning: bool = False
 
 
+Phase = Literal["models", "search", "serving"]
+"""The part of the work that a stage belongs to, as the UI groups them."""
+
+ONE_PER: Mapping[Scope, str] = {
+    "model": "One partition a model.",
+    "group": "One partition for the models of a pool that can share with one another (`pool.group`).",
+    "member": "One partition a model of a pool (`pool.model`).",
+    "pool": "One partition a pool.",
+}
+
+
 @dataclass(frozen=True)
 class Outcome:
     record: Record
@@ -77,14 +90,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StageAsset:
-    """`scores` stages evaluate models: they take a slot of the concurrency pool SCORING."""
+    """`scores` stages evaluate models: they take a slot of the concurrency pool SCORING. `checks` says of each check by
+    name what it asks; `after` gives what can only be told once the record is saved."""
 
     name: str
+    phase: Phase
     description: str
     run: Callable[[Job], Outcome]
-    checks: tuple[str, ...] = ()
+    checks: Mapping[str, str] = field(default_factory=dict)
     scores: bool = False
     kinds: frozenset[str] = frozenset()
+    after: Callable[[Job], Mapping[str, Any]] = lambda job: {}
 
     def asset(self, catalogue: Catalogue, how: Running) -> dg.AssetsDefinition:
         partitions = {name: _partitions(catalogue, stage.scope) for name, stage in STAGES.items()}
@@ -92,17 +108,19 @@ class StageAsset:
 
         @dg.asset(
             name=self.name,
-            description=self.description,
+            description=f"{self.description}\n\n{ONE_PER[STAGES[self.name].scope]}",
             partitions_def=partitions[self.name],
             code_version=str(STAGES[self.name].version),
-            group_name="sandhi",
+            group_name=self.phase,
             kinds=set(self.kinds),
+            owners=sorted({owner for pool in catalogue.pools.values() for owner in pool.owners}),
+            tags={"sandhi/one-per": STAGES[self.name].scope, "sandhi/scores": "yes" if self.scores else "no"},
             pool=SCORING if self.scores else None,
             deps=[
                 dg.AssetDep(name, partition_mapping=dg.StaticPartitionMapping(mapping))
                 for name, mapping in mapped.items()
             ],
-            check_specs=[self._check_spec(check, partitions[self.name]) for check in self.checks],
+            check_specs=[self._check_spec(*check, partitions[self.name]) for check in self.checks.items()],
             # A step that fails says itself whether it is worth another try; one that was killed gets it.
             retry_policy=dg.RetryPolicy(RETRIES, how.retry_seconds, dg.Backoff.EXPONENTIAL),
         )
@@ -120,11 +138,11 @@ class StageAsset:
 
         return materialise
 
-    def _check_spec(self, name: str, partitions: dg.StaticPartitionsDefinition) -> dg.AssetCheckSpec:
+    def _check_spec(self, name: str, asks: str, partitions: dg.StaticPartitionsDefinition) -> dg.AssetCheckSpec:
         with warnings.catch_warnings():
             # Checks by partition are a preview in this (pinned) Dagster; without, one model's verdict hides another's.
             warnings.simplefilter("ignore", dg.PreviewWarning)
-            return dg.AssetCheckSpec(name, asset=self.name, blocking=True, partitions_def=partitions)
+            return dg.AssetCheckSpec(name, asset=self.name, description=asks, blocking=True, partitions_def=partitions)
 
     @contextmanager
     def _placed(self, catalogue: Catalogue, key: str, artifacts: Artifacts, how: Running) -> Iterator[Catalogue]:
@@ -144,26 +162,26 @@ class StageAsset:
         planner = Planner(catalogue, artifacts)
         node: Node = (self.name, context.partition_key)
         started = time.monotonic()
-        evaluations = 0
+        telling = Telling(bound(catalogue, artifacts, node) if self.scores else 0, context.log.info)
 
         def evaluated(model: str, seconds: float) -> None:
-            nonlocal evaluations
-            evaluations += 1
-            context.log.info(f"evaluation {evaluations} of {model}: {seconds:.2f} s")
+            telling.evaluated(model, seconds)
             how.evaluated(self.name, model, seconds)
 
-        bench = Bench(placed, artifacts, evaluated)
         regroup = context.run.tags.get(REGROUP_TAG) == "true"
+        job = Job(Bench(placed, artifacts, evaluated), context.partition_key, regroup, context.log.info)
         own = planner.own(node)  # before the work: what changes meanwhile must look stale afterwards
         upstream = {u: artifacts.required(u).data_version for u in planner.graph[node]}
-        outcome = self.run(Job(bench, context.partition_key, regroup, context.log.info))
+        outcome = self.run(job)
         wanted = fingerprint(node, own, upstream)
         version = artifacts.save(node, wanted, own, outcome.record)
+        later = self.after(job)
         return dg.MaterializeResult(
             metadata={
+                **later,
                 **outcome.metadata,
                 "seconds": time.monotonic() - started,
-                "evaluations": evaluations,
+                "evaluations": telling.evaluations,
                 # Linux counts it in KiB; of the whole process so far, which in a headless build ran other stages too.
                 "peak resident bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             },

@@ -82,7 +82,8 @@ def _execute(
 
 def _reason(result: Any) -> str:
     """The message of the stage's failure, without a traceback."""
-    failed = [c for c in result.get_asset_check_evaluations() if not c.passed]
+    checks = result.get_asset_check_evaluations()
+    failed = [c for c in checks if not c.passed and c.severity == dg.AssetCheckSeverity.ERROR]
     if failed:
         return "; ".join(f"check {c.check_name}: {c.description}" for c in failed)
     for event in result.get_step_failure_events():

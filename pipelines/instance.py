@@ -25,6 +25,8 @@ HEADLESS_TAG = "sandhi/headless"
 _SETTINGS = """\
 telemetry:
   enabled: false
+nux:
+  enabled: false
 concurrency:
   pools:
     default_limit: 1

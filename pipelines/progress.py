@@ -9,7 +9,7 @@ from typing import TextIO
 
 from pipelines.jobs import Run
 from sandhi_core.graph import Node
-from sandhi_core.words import size
+from sandhi_core.words import duration, size
 
 REPEAT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
@@ -65,17 +65,17 @@ class Progress:
     def _beat(self, name: str, begun: float, ended: Event) -> None:
         while not ended.wait(max(self._said + QUIET_SECONDS - time.monotonic(), 0.1)):
             if time.monotonic() - self._said >= QUIET_SECONDS:
-                self._say(f"  {name}: at work for {_duration(time.monotonic() - begun)}")
+                self._say(f"  {name}: at work for {duration(time.monotonic() - begun)}")
 
     def _more(self) -> str:
         """The bound is one of evaluations: how long they take is known of those before."""
         left = sum(self._left.values())
-        about = _duration(left * self._seconds / self._done)
+        about = duration(left * self._seconds / self._done)
         return f", at most {left} more (about {about})" if left else ""
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
-        print(f"[{_duration(self._said - self._begun)}] {text}", file=self._stream, flush=True)
+        print(f"[{duration(self._said - self._begun)}] {text}", file=self._stream, flush=True)
 
 
 class Reading:
@@ -105,11 +105,5 @@ class Reading:
         self._said = now
         speed = self._read / max(now - self._begun, 1e-9)
         left = max(self._total - self._read, 0) / speed if speed else 0.0
-        at = f": {size(self._read)} read, {size(round(speed))}/s, at most {_duration(left)} left" if speed else ""
+        at = f": {size(self._read)} read, {size(round(speed))}/s, at most {duration(left)} left" if speed else ""
         print(f"  {self.about}{at}", file=self._stream, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

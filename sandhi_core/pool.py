@@ -51,6 +51,12 @@ def _cron(text: str) -> str:
     return text
 
 
+def _owner(text: str) -> str:
+    if not re.fullmatch(r"team:[A-Za-z0-9][A-Za-z0-9_-]*|[A-Za-z0-9_.+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+", text):
+        raise FieldError(f"{shown(text)} is neither a team nor an address", "write team:NAME or name@example.org")
+    return text
+
+
 def _local_path(text: str, info: ValidationInfo) -> str:
     """Absolute; relative to the pool file where one is being read (its folder is in the context)."""
     if info.context is None:
@@ -77,6 +83,7 @@ Size = Annotated[
     StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?\s*(MiB|GiB|MB|GB)$"),
     AfterValidator(_positive_size),
 ]
+Owner = Annotated[Text, AfterValidator(_owner)]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's generators take
@@ -320,6 +327,8 @@ class Pool(Section):
 
     name: Slug
     models: Annotated[tuple[ModelEntry, ...], Field(min_length=1, strict=False)]
+    owners: Annotated[tuple[Owner, ...], Field(strict=False)] = ()
+    """Whom to ask about the pool, as the Dagster UI shows it: `team:NAME` or addresses. They decide nothing."""
     evaluation: EvaluationSettings = EvaluationSettings()
     profile: ProfileSettings = ProfileSettings()
     grouping: GroupingSettings = GroupingSettings()

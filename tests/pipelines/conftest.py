@@ -98,14 +98,26 @@ PoolWriter = Callable[..., Path]
 
 @pytest.fixture
 def tiny_pool(tmp_path: Path) -> PoolWriter:
+    return pool_writer(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_line(tmp_path_factory: pytest.TempPathFactory) -> Line:
+    """A pool of two random models, built. Tests may build it again and must leave it finished."""
+    folder = tmp_path_factory.mktemp("tiny")
+    pool = pool_writer(folder)(["a", "b"], owners=["team:letters"])
+    return Line(pool, folder / "root", built(pool, folder / "root"))
+
+
+def pool_writer(folder: Path) -> PoolWriter:
     """Writes a pool of random models that all answer one small task; calling it again edits the file."""
-    choice_task(tmp_path / "tasks")
+    choice_task(folder / "tasks")
 
     def write(models: Iterable[str], budget: float = 0.9, **sections: Any) -> Path:
         for name in models:
-            if not (tmp_path / name).exists():
+            if not (folder / name).exists():
                 width = {"hidden_size": 64} if name.startswith("wide") else {}
-                tiny_llama(tmp_path / name, seed=sum(map(ord, name)), **width)
+                tiny_llama(folder / name, seed=sum(map(ord, name)), **width)
         pool = {
             "name": "tiny",
             "models": [
@@ -114,7 +126,7 @@ def tiny_pool(tmp_path: Path) -> PoolWriter:
             ],
             "evaluation": {"include_path": "tasks", "dtype": "float32", "device": "cpu", "threads": 1},
         } | sections
-        path = tmp_path / "tiny.yaml"
+        path = folder / "tiny.yaml"
         path.write_text(yaml.safe_dump(pool))
         return path
 

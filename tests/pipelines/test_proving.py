@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from assets.sharing_proof import _measured_as_deployed, proving
+from assets.sharing_proof import proving
+from assets.verdicts import measured_as_deployed
 from sandhi_core.pool import Adapters, DeploySettings
 from sandhi_core.serving.engines import PYTHON
 
@@ -22,10 +23,10 @@ def test_a_proof_measures_with_vllm_only_where_it_is_deployed_and_known(monkeypa
 
 def test_a_proof_with_another_engine_than_the_deployed_one_is_a_warning() -> None:
     vllm = DeploySettings(engine="vllm")
-    other = _measured_as_deployed(vllm, "transformers")
+    other = measured_as_deployed(vllm, "transformers")
     assert not other.passed and other.warning
     assert "measured with transformers, the pool is deployed on vLLM" in other.description
     assert PYTHON in other.description
-    assert _measured_as_deployed(vllm, "vllm").passed
+    assert measured_as_deployed(vllm, "vllm").passed
     for settings in (DeploySettings(engine="transformers"), DeploySettings(engine="vllm", plugin=False)):
-        assert _measured_as_deployed(settings, "transformers").passed
+        assert measured_as_deployed(settings, "transformers").passed
