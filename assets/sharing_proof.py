@@ -1,6 +1,7 @@
 """sharing_proof[pool]: exported bytes are the scored bytes, held once on disk and in memory; each measured."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import EPSILON
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
 from sandhi_core.layout import DEPLOYMENT
-from sandhi_core.pool import DeploySettings
+from sandhi_core.pool import Engine, Pool
 from sandhi_core.records import (
     Evaluation,
     MergedWeights,
@@ -17,7 +18,7 @@ from sandhi_core.records import (
     TaskResult,
     Trajectory,
 )
-from sandhi_core.serving.engines import PYTHON, Engine, python_of
+from sandhi_core.serving.engines import PYTHON, python_of
 from sandhi_core.serving.measure import compare
 from sandhi_core.sharing import prove
 
@@ -34,7 +35,7 @@ def run(job: Job) -> Outcome:
     deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
     assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
     merged = bench.artifacts.load(MergedWeights, "merged_weights", job.key)
-    engine, python = proving(pool.deploy)
+    engines, python = proving(pool)
     # What was deployed before must not outlive a proof that fails now.
     (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
     record = prove(
@@ -46,7 +47,7 @@ def run(job: Job) -> Outcome:
         deployed.savings,
         {m: _scored(job, m, held) for m, held in assignments.items()},
         answers,
-        partial(compare, engine=engine, python=python),
+        partial(compare, engine=engines, python=python),
     )
     questions = sum(record.questions_checked.values())
     return Outcome(
@@ -67,30 +68,32 @@ def run(job: Job) -> Outcome:
                 "; ".join(record.problems) or "every digest and answer equal, every claimed byte saved",
             ),
             _within_budgets(job),
-            _measured_as_deployed(pool.deploy, engine),
+            _measured_as_deployed(pool, engines),
         ),
     )
 
 
-def proving(deploy: DeploySettings) -> tuple[Engine, str]:
-    """What the memory of a pool's export is proved with, and its Python: the engine that it is deployed on where that
-    maps shared tensors and this machine says by the environment variable where it is, else transformers. The record of
-    the proof says which it was: what one engine shares is no claim for another."""
+def proving(pool: Pool) -> tuple[dict[str, Engine], str]:
+    """What the memory of a pool's export is proved with, by model, and vLLM's Python: the engine that a model is
+    deployed on where that maps shared tensors and this machine says by the environment variable where it is, else
+    transformers. The record of the proof says which it was: what one engine shares is no claim for another."""
     python = os.environ.get(PYTHON, "")
-    if _maps(deploy) and python:
-        return "vllm", python_of("vllm", python)
-    return "transformers", ""
+    mapping = _mapping(pool)
+    if not (mapping and python):
+        return dict.fromkeys(pool.engines, "transformers"), ""
+    return {model: "vllm" if model in mapping else "transformers" for model in pool.engines}, python_of("vllm", python)
 
 
-def _maps(deploy: DeploySettings) -> bool:
-    """Whether servers of the deployment are vLLM with shared tensors mapped."""
-    return deploy.engine == "vllm" and deploy.plugin and deploy.adapters is None
+def _mapping(pool: Pool) -> list[str]:
+    """The models whose servers are vLLM with shared tensors mapped."""
+    maps = pool.deploy.plugin and pool.deploy.adapters is None
+    return [model for model, engine in pool.engines.items() if maps and engine == "vllm"]
 
 
-def _measured_as_deployed(deploy: DeploySettings, engine: Engine) -> Check:
+def _measured_as_deployed(pool: Pool, engines: Mapping[str, Engine]) -> Check:
     """No fingerprint knows where engines lie, so this is said rather than made stale."""
-    told = f"memory was measured with {engine}"
-    if _maps(deploy) and engine != "vllm":
+    told = f"memory was measured with {' and '.join(sorted(set(engines.values())))}"
+    if any(engines[model] != "vllm" for model in _mapping(pool)):
         remedy = f"name the Python of a vLLM with this package by {PYTHON} and materialise sharing_proof again"
         return Check("measured_as_deployed", False, f"{told}, the pool is deployed on vLLM: {remedy}", warning=True)
     return Check("measured_as_deployed", True, told, warning=True)

@@ -45,7 +45,7 @@ def with_deploy(case: Case, **deploy: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
+    return make_models(tmp_path_factory.mktemp("models"), head_dim=32)  # vLLM's least on a CPU
 
 
 @pytest.fixture(scope="module")

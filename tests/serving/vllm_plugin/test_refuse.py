@@ -10,7 +10,7 @@ from sandhi_core.serving.vllm_plugin.refuse import EXTRAS, Engine, Options, prob
 
 CONFIG = {
     "model_type": "llama",
-    "hidden_size": 32,
+    "hidden_size": 128,
     "vocab_size": 128,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
@@ -111,3 +111,12 @@ def test_options_that_are_none_are_refused(given: dict[str, Any], message: str) 
     with pytest.raises(UsageError, match="give --model-loader-extra-config") as raised:
         Options.of(given)
     assert message in raised.value.problem.message
+
+
+def test_heads_that_vllm_does_not_take_on_a_cpu() -> None:
+    """They would fail at the first request; on a GPU they are served."""
+    ((message, remedy),) = told(Engine(), CONFIG | {"head_dim": 24})
+    assert message == "its heads have 24 elements, which vLLM's attention does not take on a CPU"
+    assert "--engine transformers" in remedy
+    assert told(Engine(device="cuda", options=Options(owner="/s")), CONFIG | {"head_dim": 24}) == []
+    assert told(Engine(), {"text_config": CONFIG}) == []
