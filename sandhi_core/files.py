@@ -1,8 +1,21 @@
-"""Files that are whole or not there: written aside, flushed to the disk, renamed."""
+"""Files that are whole or not there: written aside, flushed to the disk, renamed; read only where they are files."""
 
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to be read. Raises OSError where it cannot be opened or is no regular file: at once, where opening a named
+    pipe would wait for somebody to write into it."""
+    file: BinaryIO = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:

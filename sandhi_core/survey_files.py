@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sandhi_core.errors import Problem
+from sandhi_core.files import open_regular
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 UNREAD = (*PICKLES, "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
@@ -145,7 +146,8 @@ def readable_file(found: Survey, file: str) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError with a reason where it is none, OSError if unreadable."""
     try:
-        value = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            value = json.loads(file.read())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"is no JSON: {error}") from None
     except RecursionError:
