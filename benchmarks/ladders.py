@@ -22,6 +22,7 @@ from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import assignment_at
 from sandhi_core.pool import Pool, load_pool
 from sandhi_core.records import Fingerprint, OperatingPoints, Trajectory
+from sandhi_core.words import percent
 
 
 def _with(methods: Sequence[str], **merging: object) -> Way:
@@ -48,7 +49,7 @@ def rungs(pool: Pool, bases: Sequence[Path], folder: Path) -> str:
         say(f"{pool.name}: {name}")
         (folder / str(number)).mkdir()
         found = list(rows(name, way, pool, bases, folder / str(number)))
-        lines.append((name, *(f"{100 * o.net / o.whole:.1f} %" for o in found), str(found[-1].evaluations)))
+        lines.append((name, *(percent(o.net, o.whole) for o in found), str(found[-1].evaluations)))
     return table(("rungs", *BOTH, "evaluations"), lines)
 
 
@@ -97,7 +98,7 @@ def growth(pool: Pool, folder: Path) -> str:
     head = ("models", "net bytes", "of all", "bytes served a model", "evaluations", "s")
     lines = [
         (
-            *(str(n), f"{o.net:,}", f"{100 * o.net / o.whole:.1f} %", f"{(o.whole - o.net) // n:,}"),
+            *(str(n), f"{o.net:,}", percent(o.net, o.whole), f"{(o.whole - o.net) // n:,}"),
             *(str(o.evaluations), seconds(o.seconds)),
         )
         for n, o in found

@@ -8,6 +8,7 @@ from sandhi_core.cutoffs import EPSILON
 from sandhi_core.pool import ModelEntry
 from sandhi_core.records import TaskResult
 from sandhi_core.statistics import paired_interval
+from sandhi_core.words import percent, points
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ def told(found: Sequence[Outcome]) -> str:
     head = ("way", "net bytes", "of all", "held", "certified", "evaluations", "s", "commit", *models)
     lines = [
         (
-            *(o.name, f"{o.net:,}", f"{100 * o.net / o.whole:.1f} %"),
+            *(o.name, f"{o.net:,}", percent(o.net, o.whole)),
             *("yes" if o.held else "NO", "yes" if o.certified else "no"),
             *(str(o.evaluations), seconds(o.seconds), o.commit),
-            *(f"{100 * o.losses[m].drop:.1f} ({100 * o.losses[m].bound:.1f})" for m in models),
+            *(f"{points(o.losses[m].drop)} ({points(o.losses[m].bound)})" for m in models),
         )
         for o in found
     ]

@@ -20,6 +20,7 @@ from benchmarks.scoring import CACHE
 from benchmarks.ways import commit, say
 from benchmarks.wholes import Bases, Wholes
 from sandhi_core.pool import Pool, load_pool
+from sandhi_core.words import percent
 
 WHOLES = "without a search"
 EXAMPLE = """example:
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {one.name: one for one in (_read(kept) if kept else [])}
     with tempfile.TemporaryDirectory(prefix="sandhi-rungs-") as name:
         for outcome in outcomes(pool, bases, mergekit, options.ways, Path(name)):
-            say(f"{pool.name}: {outcome.name}: {100 * outcome.net / outcome.whole:.1f} %")
+            say(f"{pool.name}: {outcome.name}: {percent(outcome.net, outcome.whole)}")
             found[outcome.name] = replace(outcome, commit=commit())
             if kept:  # after every row: a run takes long
                 kept.with_suffix(".txt").write_text(told(list(found.values())) + "\n")

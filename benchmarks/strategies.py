@@ -28,6 +28,7 @@ from sandhi_core.records import Evaluation, Fingerprint, HoldoutScore, Plan, Pro
 from sandhi_core.rungs.allotment import PRICES, Bid, Candidate, Ranks, distinct, nbytes
 from sandhi_core.rungs.ladder import ladder
 from sandhi_core.savings import savings
+from sandhi_core.words import percent
 
 Rungs = list[tuple[float, Ranks]]
 Candidates = Mapping[str, Candidate]
@@ -175,7 +176,7 @@ def compared(pool: Pool, bench: Bench) -> str:
         shares = []
         for quality in ("point", "certified"):
             saved = savings({name: one.deployed(quality) for name, one in models.items()}, fingerprints)
-            shares.append(f"{100 * saved.net / saved.checkpoint_bytes:.1f} %")
+            shares.append(percent(saved.net, saved.checkpoint_bytes))
         evaluations = sum(one.trajectory.evaluations for one in models.values())
         profiled = sum(2 * f.layers for f in fingerprints.values()) if way == BY_NOISE else 0
         lines.append((way, *shares, str(evaluations), str(profiled)))

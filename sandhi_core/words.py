@@ -28,6 +28,11 @@ def signed(value: float) -> str:
     return f"+{text}" if float(text) > 0 else text
 
 
+def points(value: float) -> str:
+    """A change of a score between 0 and 1, in hundredths."""
+    return _signless_zero(f"{100 * value:.1f}")
+
+
 def brief(value: float) -> str:
     """Two digits for a small cell: .07, 1.2, 35."""
     if abs(value) >= 9.95:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandhi_core.words import brief, count, number, percent, signed, size
+from sandhi_core.words import brief, count, number, percent, points, signed, size
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,10 @@ def test_scores_show_their_sign_only_where_there_is_one() -> None:
 def test_brief_values_fit_a_cell() -> None:
     values = [0.07, -0.07, 0.0, -0.001, 0.999, 1.24, 9.96, 34.6]
     assert [brief(v) for v in values] == [".07", "-.07", "0", "0", "1.0", "1.2", "10", "35"]
+
+
+def test_points_of_nothing_have_no_sign() -> None:
+    assert [points(value) for value in (-0.0, -0.0004, 0.0178, -0.071)] == ["0.0", "0.0", "1.8", "-7.1"]
 
 
 def test_shares_and_counts() -> None:

@@ -37,8 +37,8 @@ def _holds(table: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield f"{table['export']}: pool {table['pool']} at point {table['point']}, tensors (bytes)"
     yield from _table(("model", *_KINDS, "linked"), rows)
-    total, distinct = table["bytes"]["models"], table["bytes"]["distinct"]
-    yield f"{size(total)} of weights in {size(distinct)} of files: {percent(total - distinct, total)} shared."
+    whole, distinct, saved = (table["bytes"][key] for key in ("checkpoints", "distinct", "saved"))
+    yield f"{size(whole)} of checkpoints in {size(distinct)} of files: {percent(saved, whole)} saved."
 
 
 def _measured(found: Mapping[str, int], memory: Mapping[str, Any]) -> Iterator[str]:

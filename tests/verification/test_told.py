@@ -35,7 +35,7 @@ def verify_table(**changes: Any) -> dict[str, Any]:
 def test_verify_of_a_sound_export(capsys: pytest.CaptureFixture[str]) -> None:
     tell(verify_table())
     out = capsys.readouterr().out
-    assert "hardlink" in out and "Saved" not in out and "25.0 % shared" in out
+    assert "hardlink" in out and "Saved\n" not in out and "25.0 % saved" in out
     assert "duplicate" in out and "identical" not in out  # the manifest's word
     assert out.endswith("18 tensors re-read: everything is as recorded\n")
 
