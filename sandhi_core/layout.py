@@ -188,8 +188,8 @@ def read_manifest(export_root: Path) -> Manifest:
     path = export_root / MANIFEST
     remedy = "give the directory that holds sandhi.json, as `sandhi build` prints it, or build again"
     try:
-        with open_regular(path) as file:
-            manifest = Manifest.parse(file.read())
+        with open_regular(path) as opened:
+            manifest = Manifest.parse(opened.read())
     except OSError as error:
         raise ProofError(f"cannot be read: {error.strerror}", file=str(path), remedy=remedy) from None
     except ValidationError as error:
