@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sandhi_core.deploy.vllm import heads_beyond_cpu
 from sandhi_core.errors import PreflightError, UsageError
 from sandhi_core.records import ExportedTensor
 from sandhi_core.serving.vllm_plugin.refuse import EXTRAS, Engine, Options, problems, require_servable
@@ -119,4 +120,5 @@ def test_heads_that_vllm_does_not_take_on_a_cpu() -> None:
     assert message == "its heads have 24 elements, which vLLM's attention does not take on a CPU"
     assert "--engine transformers" in remedy
     assert told(Engine(device="cuda", options=Options(owner="/s")), CONFIG | {"head_dim": 24}) == []
-    assert told(Engine(), {"text_config": CONFIG}) == []
+    assert heads_beyond_cpu({"text_config": CONFIG}) is None and heads_beyond_cpu({}) is None
+    assert heads_beyond_cpu({"text_config": CONFIG | {"head_dim": 40}}) == 40
