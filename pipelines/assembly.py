@@ -1,8 +1,10 @@
 """The one place where everything is put together: assets, jobs, sensor, schedule, resources."""
 
+from collections.abc import Callable
+
 import dagster as dg
 
-from assets.stage import Listener
+from assets.stage import Listener, Running
 from assets.stages import STAGE_ASSETS
 from pipelines.jobs import jobs
 from pipelines.schedules import nightly_rebuild
@@ -13,12 +15,17 @@ from sandhi_core.graph import Catalogue
 
 
 def build_definitions(
-    catalogue: Catalogue, settings: Settings, listener: Listener = lambda stage, model, seconds: None
+    catalogue: Catalogue,
+    settings: Settings,
+    evaluated: Listener = lambda stage, model, seconds: None,
+    told: Callable[[str], None] = lambda text: None,
 ) -> dg.Definitions:
-    """Definitions for the pools of `catalogue` in the artifact root of `settings`."""
+    """Definitions for the pools of `catalogue` in the artifact root of `settings`. `evaluated` and `told` hear of
+    every fresh evaluation and of everything that is tried again, of runs in this process."""
     all_jobs = jobs()
+    how = Running(evaluated, told, settings.devices, settings.retry_seconds)
     return dg.Definitions(
-        assets=[stage.asset(catalogue, listener) for stage in STAGE_ASSETS],
+        assets=[stage.asset(catalogue, how) for stage in STAGE_ASSETS],
         jobs=all_jobs,
         sensors=[rebuild_sensor(catalogue, settings, all_jobs)],
         schedules=[nightly_rebuild(catalogue)],

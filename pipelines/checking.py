@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from pipelines.progress import REPEAT_SECONDS
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.codes import rank
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import costs, forecast
@@ -63,7 +64,7 @@ def examine(file: Path, root: Path, *, regroup: bool = False) -> Findings:
     problems += check_pool(pool, fingerprints, questions, root, bases)
     problems += disturbed(pool, settings.artifacts())
     problems = [_placed(problem, file, document, pool) for problem in problems]
-    problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
+    problems.sort(key=lambda p: (p.severity != "error", rank(p.code), p.model or ""))
     schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
     stale = [*schedule.frontier, *schedule.waiting]  # what waits for something stale is counted as stale
     answer = {

@@ -1,4 +1,4 @@
-"""What a checkout adds to the `sandhi` command (sandhi_core/cli.py): check, build, report and schema."""
+"""What a checkout adds to the `sandhi` command (sandhi_core/cli.py): check, build, report, gc and schema."""
 
 import argparse
 import sys
@@ -72,6 +72,30 @@ def _report(arguments: argparse.Namespace, answer: Answer) -> int:
     return 0 if document["ok"] else 1
 
 
+def _add_gc(parser: argparse.ArgumentParser) -> None:
+    _add_report(parser)
+    parser.add_argument("--keep", type=_number, default=1, metavar="N", help="earlier exports of each pool to keep (1)")
+    parser.add_argument("--gone", action="store_true", help="pools of the root that are not given here are no more")
+    parser.add_argument("--apply", action="store_true", help="remove it; otherwise it is only told")
+
+
+def _number(given: str) -> int:
+    if not given.isdecimal():
+        raise argparse.ArgumentTypeError(f"{given!r} is no number of exports")
+    return int(given)
+
+
+def _gc(arguments: argparse.Namespace, answer: Answer) -> int:
+    from pipelines.collecting import collect
+    from sandhi_core.report.text import print_garbage
+
+    document = collect(
+        arguments.pool, _root(arguments), keep=arguments.keep, gone=arguments.gone, apply=arguments.apply
+    )
+    answer(document, lambda: print_garbage(document))
+    return 0
+
+
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """`schema` takes no arguments."""
 
@@ -98,6 +122,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "report": Command(
         "write the report of a pool that was built", ("sandhi report pools/demo.yaml",), _add_report, _report
+    ),
+    "gc": Command(
+        "say, and with --apply remove, what no pool and no deployment needs",
+        ("sandhi gc pools/", "sandhi gc pools/ --keep 2 --apply"),
+        _add_gc,
+        _gc,
     ),
     "schema": Command(
         "print the JSON schema of pool files", ("sandhi schema > pool.schema.json",), _add_nothing, _schema

@@ -35,6 +35,10 @@ class Progress:
         if time.monotonic() - self._said >= REPEAT_SECONDS:
             self._say(f"  {stage} {model}: {self._done} evaluations so far{self._more()}")
 
+    def told(self, text: str) -> None:
+        """Say at once something that a stage has to say."""
+        self._say(f"  {text}")
+
     def keep(self, stale: Collection[Node]) -> None:
         """All other nodes turned out to need nothing."""
         self._left = {node: count for node, count in self._left.items() if node in stale}

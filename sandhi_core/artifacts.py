@@ -8,6 +8,7 @@
     store/                    shared tensors by digest (store)
     exports/POOL/ID/          exported checkpoints with their manifest (export)
     reports/POOL/             page, pictures and Parquet tables
+    running/, devices/        locks of runs that Dagster started, and of the devices they score on
     dagster/                  Dagster's own files, unless DAGSTER_HOME says otherwise
 
 Only this directory is ever written.
@@ -16,6 +17,7 @@ Only this directory is ever written.
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +60,7 @@ RECORDS: dict[str, type[Record]] = {
     "deployment": DeploymentSpec,
 }
 
+LOCK_TRIES, LOCK_PAUSE = 5, 0.02  # the pause in seconds
 
 R = TypeVar("R", bound=Record)
 
@@ -134,6 +137,13 @@ class Artifacts:
         except (ProofError, OSError, ValueError, TypeError, KeyError):
             return False
 
+    def deployed(self, pool: str) -> Path | None:
+        """The specification that a pool was last deployed by, if its export is as it was then."""
+        envelope = self.envelope(("deployment", pool))
+        if envelope is None or not self._sound(envelope, DEPLOYMENT):
+            return None
+        return self.root / str(envelope.record["export"]) / DEPLOYMENT
+
     def required(self, node: Node) -> Envelope:
         """The stored record. Raises StoreError where the stage has not run."""
         envelope = self.envelope(node)
@@ -166,6 +176,18 @@ class Artifacts:
         write_atomic(self._path(node), envelope.canonical() + b"\n")
         return envelope.data_version
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a build holds the lock."""
+        try:
+            with (self.root / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """One build of a root at a time. Released by the kernel when the process ends, however it ends.
@@ -175,14 +197,24 @@ class Artifacts:
         self.directory()
         handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locked(handle):
                 raise StoreError(
                     "another build is using this artifact root",
                     file=str(self.root),
                     remedy="wait for it to end, or give another --root",
-                ) from None
+                )
             yield
         finally:
             os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Whether the lock could be had; tried again for a moment, because `in_use` holds it that long."""
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_PAUSE)
+        else:
+            return True
+    return False

@@ -23,7 +23,7 @@ from sandhi_core.answering import ENDINGS, GOES_ON, Answer, UndeliveredError, fa
 from sandhi_core.errors import UsageError
 from sandhi_core.verification.arguments import add_arguments
 
-OF_CHECKOUTS = ("check", "build", "report", "schema")
+OF_CHECKOUTS = ("check", "build", "report", "gc", "schema")
 """Commands that only a checkout has."""
 
 

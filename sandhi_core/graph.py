@@ -5,7 +5,7 @@ so they cannot disagree. Nothing here reads a weight or knows a workflow engine.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sandhi_core.errors import PoolError
@@ -80,6 +80,22 @@ class Catalogue:
         pool_name, _, group = key.partition(".")
         names = sorted(e.name for e in self.pools[pool_name].models)
         return tuple(n for n in names if not group or self.group_of[n] == group)
+
+    def pools_of(self, node: Node) -> tuple[Pool, ...]:
+        """The pools that a node is made for: of a model's all that name it."""
+        stage, key = node
+        if STAGES[stage].scope == "model":
+            return tuple(p for p in self.pools.values() if any(e.name == key for e in p.models))
+        return (self.pools[key.partition(".")[0]],)
+
+    def on(self, device: str) -> "Catalogue":
+        """The same with every model scored on `device`."""
+        update = {"device": device}
+        moved = {
+            n: p.model_copy(update={"evaluation": p.evaluation.model_copy(update=update)})
+            for n, p in self.pools.items()
+        }
+        return replace(self, pools=moved)
 
     def keys(self, scope: Scope) -> tuple[str, ...]:
         pairs = [(p.name, e.name) for p in self.pools.values() for e in p.models]

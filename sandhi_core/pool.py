@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from sandhi_core.cron import times
 from sandhi_core.pool_file import read_document
 from sandhi_core.pool_mistakes import faults, unsure
 from sandhi_core.pool_problems import Fault, FieldError, Loc, Mistake, pool_error, shown
@@ -38,6 +39,16 @@ def size_in_bytes(text: str) -> int:
     """Bytes of a size such as `80GiB` or `1.5 GB`."""
     number, unit = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]+)", text, re.ASCII).groups()  # type: ignore[union-attr]
     return int(float(number) * UNITS[unit])
+
+
+def _cron(text: str) -> str:
+    try:
+        times(text)
+    except ValueError as error:
+        raise FieldError(
+            str(error), 'write five fields of cron, such as "0 3 * * *": every night at three, UTC'
+        ) from None
+    return text
 
 
 def _local_path(text: str, info: ValidationInfo) -> str:
@@ -319,6 +330,9 @@ class Pool(Section):
     merging: MergingSettings = MergingSettings()
     holdout: HoldoutSettings = HoldoutSettings()
     deploy: DeploySettings = DeploySettings()
+    rebuild: Annotated[Text, AfterValidator(_cron)] | None = None
+    """When Dagster's schedule forms the groups anew and rebuilds what follows, as cron has it, in UTC: `0 3 * * *` is
+    every night at three. Without it that is done by `sandhi build --regroup` alone."""
 
     @property
     def bases(self) -> tuple[Base, ...]:

@@ -21,9 +21,11 @@ from sandhi_core.vocabulary import TOKENIZER, TOKENIZERS, token_ids
 
 __all__ = ["check_base", "check_model", "check_pool"]
 
+# bitsandbytes, GPTQ and AWQ, FP8, compressed-tensors; MXFP4, HQQ, quanto, EXL2, QuIP#, AQLM
 _QUANTISED = re.compile(
     r"(.*\.)?(SCB|qweight|qzeros|g_idx|scales|zeros|(nested_)?absmax|(nested_)?quant_map|weight_format"
-    r"|quant_state\..+|weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point)"
+    r"|quant_state\..+|weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point"
+    r"|\w+_(blocks|scales)|W_q|weight\._(data|scale|shift)|q_(weight|perm|groups|scale|scale_max)|Qidxs|codebooks|codes)"
 )
 _HOPELESS = ("quantised", "model-type-unsupported", "config-invalid")  # whatever the weights may hold
 _UNQUANTISED = "use the unquantised checkpoint that this one was made from"

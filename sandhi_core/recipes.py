@@ -15,6 +15,12 @@ from sandhi_core.scan import RowStatistics, row_statistics
 from sandhi_core.store import Store
 
 
+def recipe_key(recipe: Recipe) -> str:
+    """By what the store remembers the recipe's tensor. A new version of the stage may give another by the same
+    recipe."""
+    return digest_of([STAGES["trajectory"].version, recipe.digest])
+
+
 class SharedTensors:
     """`opened(model)` gives a contributor's checkpoint and fingerprint, `gram(contributor)` the second moments of its
     inputs; `scans` is where row statistics lie."""
@@ -37,8 +43,7 @@ class SharedTensors:
         Raises MergeError where a contributor's bytes, or the moments that weigh them, are not those the recipe was
         made for.
         """
-        # A new version of the stage may give another tensor by the same recipe.
-        key = digest_of([STAGES["trajectory"].version, recipe.digest])
+        key = recipe_key(recipe)
         known = self._store.recipe_tensor(key)
         if known is not None:
             return known

@@ -143,11 +143,24 @@ def readable_file(found: Survey, file: str) -> bool:
     return True
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+        raise ValueError(f"{twice[:200]!r} stands twice in it: readers disagree which one counts")
+    return members
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"is no JSON: {name} is no number of it")
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError with a reason where it is none, OSError if unreadable."""
+    """A JSON object from a file. Raises ValueError with a reason where it is none, or one that readers take for
+    different ones; OSError if unreadable."""
     try:
         with open_regular(path) as file:
-            value = json.loads(file.read())
+            value = json.loads(file.read(), object_pairs_hook=_each_once, parse_constant=_no_number)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"is no JSON: {error}") from None
     except RecursionError:

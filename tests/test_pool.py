@@ -69,6 +69,7 @@ grouping: {candidates: reference, on_new_model: regroup, on_removed_model: keep}
 search: {accept: reference, stride: 1, tolerance: 0.01, early_rejection: true}
 merging: {methods: [mean], rescale: common}
 deploy: {engine: vllm, device_memory: 1.5 GB}
+rebuild: 30 3 * * 1-5
 """
     )
     pool = load_pool(write(tmp_path, text))
@@ -78,6 +79,7 @@ deploy: {engine: vllm, device_memory: 1.5 GB}
     assert pool.evaluation.cache_memory == "512 MiB"
     assert pool.search.stride == 1 and pool.search.early_rejection is True
     assert pool.deploy.device_bytes == 1_500_000_000
+    assert pool.rebuild == "30 3 * * 1-5"
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +193,9 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, edit: tuple[str, str],
         ("deploy: {device_memory: 0GiB}", "deploy.device_memory must be more than nothing"),
         ("deploy: {device_memory: 80}", "deploy.device_memory must be a size in MiB, GiB, MB or GB"),
         ("deploy: {device_memory: 80GiBs}", "deploy.device_memory must be a size in MiB, GiB, MB or GB (write a size"),
+        ("rebuild: 0 3 * *", "rebuild has 4 fields, not five"),
+        ("rebuild: 0 3 31 2 *", "rebuild is never due: no such month has that day (write five fields of cron"),
+        ("rebuild: 3", "rebuild must be text"),
         ("7: x", "a key must be text (put quotes around it)"),
         ("name: again", "'name' is given twice; the first is on line 1 (remove one of them)"),
     ],

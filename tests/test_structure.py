@@ -88,10 +88,10 @@ def test_the_wheel_alone_serves_renders_and_verifies(tmp_path: Path) -> None:
         assert ("needs a checkout" in done.stderr) == (status == 2)
     run = [sys.executable, "-I", "-c", code, "--help"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "{serve,render,verify}" in done.stdout and "build, report, schema need a checkout" in done.stdout
+    assert "{serve,render,verify}" in done.stdout and "build, report, gc, schema need a checkout" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["serve", "render"])
+@pytest.mark.parametrize("command", ["serve", "render", "gc"])
 def test_every_command_that_serves_has_help_with_examples(command: str) -> None:
     run = [sys.executable, "-m", "sandhi_core", command, "--help"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
