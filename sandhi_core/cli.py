@@ -171,13 +171,13 @@ def _serve(arguments: argparse.Namespace, answer: Answer) -> int:
     from sandhi_core.serving import fleet, told
     from sandhi_core.serving.engines import python_of
     from sandhi_core.serving.gpu import device_of
-    from sandhi_core.serving.members import members, opened
+    from sandhi_core.serving.members import members, needed, opened
 
     for word in arguments.extra:
         if remedy := _OURS.get(word.partition("=")[0]):
             raise UsageError(f"{word} after -- would move a server from where it is waited for", remedy=remedy)
     deployed = opened(arguments.export.expanduser())
-    python = python_of(arguments.engine or deployed.spec.engine, arguments.python)
+    python = python_of(needed(deployed, arguments.engine, arguments.only), arguments.python)
     chosen = members(
         deployed,
         engine=arguments.engine,

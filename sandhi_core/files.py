@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, flushed to the disk, renamed.
+"""Files that are whole or not there: written aside, flushed to the disk, renamed; read only where they are files.
 
 What is written aside has a hidden name, and its writer holds a lock on it (flock) as long as it lives: so that what
 dead writers left can be told from what is being written, and swept.
@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a file system answers that has no room left."""
 
 _ASIDE = re.compile(r"\.sandhi-[0-9a-f]{16}\.tmp")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to be read. Raises OSError where it cannot be opened or is no regular file: at once, where opening a named
+    pipe would wait for somebody to write into it."""
+    file: BinaryIO = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:

@@ -20,6 +20,7 @@ from sandhi_core.graph import STAGES
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.pool_rules import is_fraction
 from sandhi_core.preflight_adapters import never_adapters
+from sandhi_core.preflight_engines import not_served
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.statistics import certifiable_budget, certifying_questions
 from sandhi_core.vocabulary import TOKENIZER, token_ids
@@ -52,7 +53,7 @@ def check_pool(
                 problems += _budget(pool, entry, task, counted[task.task])
                 problems += _certifiable(pool, entry, task, counted[task.task]["holdout"])
     problems += [*_fitting(pool, fingerprints, bases or {}), *never_adapters(pool, fingerprints)]
-    problems += _room(pool, fingerprints, root)
+    problems += [*not_served(pool, fingerprints), *_room(pool, fingerprints, root)]
     return problems
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sandhi_core.files import aside, flush, fsync_directory
+from sandhi_core.files import aside, flush, fsync_directory, open_regular
 
 # safetensors' own order, widest first: files written in it have every tensor aligned to its elements.
 DTYPES: dict[str, torch.dtype] = {
@@ -136,7 +136,7 @@ def read_header(path: Path) -> dict[str, Place]:
     Raises FormatError unless the header is well formed and its tensors cover the rest of the file exactly;
     OSError where the file cannot be read.
     """
-    with path.open("rb") as f:
+    with open_regular(path) as f:
         return header_of(f, os.fstat(f.fileno()).st_size)
 
 
@@ -162,7 +162,7 @@ def header_of(f: "BinaryIO | mmap.mmap", size: int) -> dict[str, Place]:
 
 def map_file(path: Path) -> dict[str, Entry]:
     """Every tensor of a file over one read-only mapping, in file order. Raises as read_header does."""
-    with path.open("rb") as f:
+    with open_regular(path) as f:
         places = header_of(f, os.fstat(f.fileno()).st_size)
         view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
     return {n: Entry(n, p.dtype, p.shape, view[p.start : p.end]) for n, p in places.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sandhi_core.errors import Problem
+from sandhi_core.files import open_regular
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 UNREAD = (*PICKLES, "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
@@ -163,7 +164,8 @@ def _no_number(name: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError with a reason where it is none, or one that readers take for
     different ones; OSError if unreadable."""
-    return json_object(path.read_bytes())
+    with open_regular(path) as file:
+        return json_object(file.read())
 
 
 def json_object(text: bytes) -> dict[str, Any]:
