@@ -74,6 +74,16 @@ CODES: dict[str, dict[str, Explanation]] = {
             "A file of a checkpoint changed, or went, while it was in use.",
             "Let whatever writes it finish, then run again.",
         ),
+        "link-outside": Explanation(
+            "A link leads out of the checkpoint: what is there is read and exported.",
+            "Nothing, if that is meant.",
+            "warning",
+        ),
+        "weights-unread": Explanation(
+            "`--headers-only` leaves the weights unread: damage, NaN and duplicates would not be noticed.",
+            "Leave it out; a build reads the weights in any case.",
+            "warning",
+        ),
         "file-irregular": Explanation(
             "Something that is neither a file nor a link to one lies in the directory.", "Move it elsewhere."
         ),
@@ -179,6 +189,16 @@ CODES: dict[str, dict[str, Explanation]] = {
         ),
         "same-name": Explanation(
             "Another pool of this name was built in this artifact root.", "Give one another name or root.", "warning"
+        ),
+        "heads-beyond-cpu": Explanation(
+            "vLLM's attention on a CPU does not take heads of this size.",
+            "Give the model `engine: transformers`; nothing, if the pool is served on a GPU.",
+            "warning",
+        ),
+        "additions-left-out": Explanation(
+            "A model may get residuals or scaled rows, and `transformers serve` would leave them out.",
+            "Serve it by vLLM with the plugin; nothing, if your own code uses sandhi_core.serving.load.",
+            "warning",
         ),
         "shared-model": Explanation(
             "Another pool of this artifact root scores a model under other settings.",
