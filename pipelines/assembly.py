@@ -4,6 +4,7 @@ import dagster as dg
 
 from assets.stage import Listener
 from assets.stages import STAGE_ASSETS
+from pipelines.cluster import Cluster
 from pipelines.jobs import jobs
 from pipelines.schedules import nightly_rebuild
 from pipelines.sensors import rebuild_sensor
@@ -13,14 +14,19 @@ from sandhi_core.graph import Catalogue
 
 
 def build_definitions(
-    catalogue: Catalogue, settings: Settings, listener: Listener = lambda stage, model, seconds: None
+    catalogue: Catalogue,
+    settings: Settings,
+    listener: Listener = lambda stage, model, seconds: None,
+    cluster: Cluster | None = None,
 ) -> dg.Definitions:
-    """Definitions for the pools of `catalogue` in the artifact root of `settings`."""
-    all_jobs = jobs()
+    """Definitions for the pools of `catalogue` in the artifact root of `settings`; `cluster`: what runs are launched on
+    in place of this machine."""
+    all_jobs = jobs({} if cluster is None else cluster.scoring)
     return dg.Definitions(
         assets=[stage.asset(catalogue, listener) for stage in STAGE_ASSETS],
         jobs=all_jobs,
         sensors=[rebuild_sensor(catalogue, settings, all_jobs)],
         schedules=[nightly_rebuild(catalogue)],
         resources={"artifact_root": ArtifactRoot(path=str(settings.root))},
+        executor=None if cluster is None else cluster.executor,
     )
