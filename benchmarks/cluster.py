@@ -6,8 +6,8 @@ Everything is the real thing on one machine: a Ray head that runs nothing and wo
 docs/scale/ray.yaml (with SQLite in place of Postgres, which one machine allows), the Dagster daemon, the sensor
 `rebuild_stale` switched on, and nothing else told. The first worker that runs a trajectory is killed with SIGKILL,
 all of its processes at once, as a machine loses power, as soon as that run has added a score; another is started in
-its place. Then every file of records, store and exports is compared with those of `sandhi build` in the same folder
-before. Seconds are printed for who waits beside it: on one machine a cluster only adds to the work.
+its place. Then every file of records, store and exports is compared with those that `sandhi build` writes in the same
+folder. Seconds are printed for who waits beside it: on one machine a cluster only adds to the work.
 """
 
 import argparse
@@ -119,9 +119,7 @@ class Workers:
         self.nodes.append(self.cluster.add_node(num_cpus=1, object_store_memory=100_000_000))
 
     def processes(self, node: Any) -> set[int]:
-        return {
-            pid for kind in node.all_processes.values() for told in kind for pid in descendants(told.process.pid)
-        }
+        return {pid for kind in node.all_processes.values() for told in kind for pid in descendants(told.process.pid)}
 
     def kill_that_runs(self, run: str) -> int:
         """SIGKILL to every process of the worker that runs a Dagster run; how many processes that were."""
@@ -250,7 +248,8 @@ def instance_file(home: Path, limit: int) -> None:
 def build_here(pool: Path, root: Path) -> float:
     begun = time.monotonic()
     command = [sys.executable, "-W", "ignore", "-m", "sandhi_core", "build", str(pool), "--root", str(root)]
-    subprocess.run(command, cwd=CHECKOUT, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SANDHI_", "DAGSTER_"))}
+    subprocess.run(command, cwd=CHECKOUT, env=environment, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
     return time.monotonic() - begun
 
 
@@ -294,18 +293,20 @@ def main() -> None:
         # Ray listens on the machine's own address: only who knows the token is let in.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        pool, root, one = write_pool(work, given.fixture.resolve()), work / "root", work / "one machine"
-        here = build_here(pool, root)
-        say(f"one machine: {here:.0f} s")
-        root.rename(one)  # records name the folder they lie in
+        pool, root, cluster = write_pool(work, given.fixture.resolve()), work / "root", work / "cluster"
         there, watch, runs = build_there(pool, root, given.workers, work)
-        text, same = told(one, root, here, there, watch, runs)
+        say(f"a cluster of {given.workers} workers: {there:.0f} s")
+        root.rename(cluster)  # both are built in one folder: records name it
+        here = build_here(pool, root)
+        text, same = told(root, cluster, here, there, watch, runs)
     given.out.with_suffix(".txt").write_text(text)
     print(text, end="")
     sys.exit(0 if same else 1)
 
 
-def told(one: Path, cluster: Path, here: float, there: float, watch: Watch, runs: list[dg.DagsterRun]) -> tuple[str, bool]:
+def told(
+    one: Path, cluster: Path, here: float, there: float, watch: Watch, runs: list[dg.DagsterRun]
+) -> tuple[str, bool]:
     """The outcome, file by file where any differs, and whether none does."""
     before, after = digests(one), digests(cluster)
     different = sorted(name for name in before | after if before.get(name) != after.get(name))

@@ -3,8 +3,8 @@
     python -m benchmarks.schedule [--steps benchmarks/steps-*.json] [--models 100] [--out benchmarks/schedule]
     python -m benchmarks.schedule --measure .sandhi --told "the demo pool" --steps benchmarks/steps-demo.json
 
-Nothing here ran on that many devices. Real are the graph (Catalogue.graph of a pool file with that many models), what
-may run when (the planner's own `schedule`), and how long each step took in a build of few models (benchmarks/steps.py,
+Nothing here ran on that many devices. Real are the graph (Catalogue.graph of a pool with that many models), by which
+the planner says what may run when, and how long each step took in a build of few models (benchmarks/steps.py,
 kept beside this file). Assumed are:
 
 - a model takes as long as one of those that were measured, in turn; a step that is one for a group or a pool takes
@@ -13,14 +13,16 @@ kept beside this file). Assumed are:
 - a run that scores takes a device, any other one of OTHERS places beside; a device is as fast as what was measured on;
 - storage and the instance's database are never what is waited for.
 
-Two ways of starting runs are compared. Waves, as the sensor does it: what may run is started when nothing runs any
-more, and is noticed TICK / 2 seconds later on average. At once (Graham 1966, list scheduling): every run starts as soon
-as its upstreams have ended and there is a place, in the order of the graph. Both are deterministic.
+Two ways of starting runs are compared. By the sensor: it looks every LOOK seconds and starts what does not depend on
+anything under way. At once: every run starts as soon as its upstreams have ended. Either way those wait that find no
+place, and are taken in the order of the graph (list scheduling, Graham 1966). Both are deterministic.
 """
 
 import argparse
 import heapq
+import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,12 +31,12 @@ from typing import Any
 from assets.stages import STAGE_ASSETS
 from benchmarks.rows import table
 from benchmarks.steps import Steps, measured
-from sandhi_core.graph import STAGES, Catalogue, Node, Stored, fingerprint, schedule
+from sandhi_core.graph import STAGES, Catalogue, Node
 from sandhi_core.pool import Pool
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
 LAUNCH = 10.0
-TICK = 30.0
+LOOK = 30.0
 OTHERS = 16
 SCORES = frozenset(stage.name for stage in STAGE_ASSETS if stage.scores)
 
@@ -84,8 +86,9 @@ class Timeline:
         return max(self.ends.values())
 
 
-def at_once(graph: Graph, seconds: Seconds, devices: int) -> Timeline:
-    """List scheduling on `devices` devices and OTHERS places for what scores nothing."""
+def timeline(graph: Graph, seconds: Seconds, devices: int, look: float = 0.0) -> Timeline:
+    """List scheduling on `devices` devices and OTHERS places for what scores nothing; runs are started at multiples of
+    `look` seconds, or at once where that is 0."""
     order = {node: at for at, node in enumerate(graph)}
     below: dict[Node, list[Node]] = {node: [] for node in graph}
     for node, upstream in graph.items():
@@ -93,61 +96,30 @@ def at_once(graph: Graph, seconds: Seconds, devices: int) -> Timeline:
             below[u].append(node)
     waits = {node: len(upstream) for node, upstream in graph.items()}
     free = {True: devices, False: OTHERS}
-    ready: dict[bool, list[tuple[int, Node]]] = {True: [], False: []}
-    running: list[tuple[float, int, Node]] = []
+    queues: dict[bool, list[tuple[int, Node]]] = {True: [], False: []}
+    # (when, in what order, node, whether it ends then or may start)
+    events = [(0.0, order[node], node, False) for node, upstream in graph.items() if not upstream]
     ends: dict[Node, float] = {}
-    now = 0.0
-
-    def offer(node: Node) -> None:
-        heapq.heappush(ready[node[0] in SCORES], (order[node], node))
-
-    for node, upstream in graph.items():
-        if not upstream:
-            offer(node)
-    while len(ends) < len(graph):
-        for kind, queue in ready.items():
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, _, node, ended = heapq.heappop(events)
+            if not ended:
+                heapq.heappush(queues[node[0] in SCORES], (order[node], node))
+                continue
+            ends[node] = now
+            free[node[0] in SCORES] += 1
+            for child in below[node]:
+                waits[child] -= 1
+                if not waits[child]:
+                    seen = math.ceil(now / look) * look if look else now
+                    heapq.heappush(events, (seen, order[child], child, False))
+        for kind, queue in queues.items():
             while queue and free[kind]:
                 _, node = heapq.heappop(queue)
                 free[kind] -= 1
-                heapq.heappush(running, (now + seconds[node], order[node], node))
-        now, _, node = heapq.heappop(running)
-        ends[node] = now
-        free[node[0] in SCORES] += 1
-        for child in below[node]:
-            waits[child] -= 1
-            if not waits[child]:
-                offer(child)
-    return Timeline(ends, _used(seconds))
-
-
-def frontiers(graph: Graph) -> list[list[Node]]:
-    """What the planner calls stale, one time after the other, in an artifact root that is empty. A proof takes the
-    deployment along in its run."""
-    stored: dict[Node, Stored] = {}
-    found = []
-    while frontier := schedule(graph, lambda node: None, stored.get).frontier:
-        wave = [*frontier, *(("deployment", key) for stage, key in frontier if stage == "sharing_proof")]
-        for node in wave:
-            made = fingerprint(node, None, {u: stored[u].data_version for u in graph[node]})
-            stored[node] = Stored(made, made)
-        found.append(wave)
-    return found
-
-
-def in_waves(graph: Graph, waves: Sequence[Sequence[Node]], seconds: Seconds, devices: int) -> Timeline:
-    """One frontier after the other, as the sensor starts them."""
-    ends: dict[Node, float] = {}
-    now = 0.0
-    for wave in waves:
-        now += TICK / 2
-        within = {node: tuple(u for u in graph[node] if u in wave) for node in wave}
-        ends |= {node: now + end for node, end in at_once(within, seconds, devices).ends.items()}
-        now = max(ends.values())
-    return Timeline(ends, _used(seconds))
-
-
-def _used(seconds: Seconds) -> float:
-    return sum(spent for node, spent in seconds.items() if node[0] in SCORES)
+                heapq.heappush(events, (now + seconds[node], order[node], node, True))
+    return Timeline(ends, sum(spent for node, spent in seconds.items() if node[0] in SCORES))
 
 
 def longest(graph: Graph, seconds: Seconds) -> list[Node]:
@@ -170,7 +142,7 @@ class Row:
     """`used`: the part of the time for which a device had work, on average, starting at once. Seconds."""
 
     devices: int
-    waves: float
+    sensor: float
     at_once: float
     used: float
 
@@ -191,30 +163,34 @@ class Simulation:
         lines = [
             (
                 f"{r.devices}",
-                *(_clock(r.waves), f"{one.waves / r.waves:.1f}x"),
+                *(_clock(r.sensor), f"{one.sensor / r.sensor:.1f}x"),
                 *(_clock(r.at_once), f"{one.at_once / r.at_once:.1f}x", f"{r.used:.0%}"),
             )
             for r in self.rows
         ]
-        head = ("devices", "in waves", "faster", "at once", "faster", "devices busy")
+        head = ("devices", "by the sensor", "faster", "at once", "faster", "devices busy")
         longest_first = sorted(self.chain.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{stage} {_clock(spent)}" for stage, spent in longest_first if spent > 0.02 * self.floor)
-        enough = next((r.devices for r in self.rows if r.at_once <= 1.05 * self.rows[-1].at_once), None)
-        told = [
-            f"longest chain {_clock(self.floor)}: {parts}",
-            f"from {enough} devices on, more bring less than 5 % (starting at once)",
-        ]
+        told = [f"longest chain {_clock(self.floor)}: {parts}", _enough(self.rows)]
         return "\n".join([f"SIMULATION: {self.name}, step times of {self.told}", "", table(head, lines), "", *told])
+
+
+def _enough(rows: Sequence[Row]) -> str:
+    """From where on no doubling is worth it, starting at once."""
+    gains = [before.at_once / after.at_once for before, after in itertools.pairwise(rows)]
+    last = max((at for at, gain in enumerate(gains) if gain >= 1.05), default=-1)
+    if last == len(gains) - 1:
+        return f"up to {rows[-1].devices} devices every doubling brings 5 % or more"
+    return f"from {rows[last + 1].devices} devices on, a doubling brings less than 5 %"
 
 
 def simulate(steps: Steps, models: int, pools: int) -> Simulation:
     pooled = catalogue(models, pools)
     graph, seconds = pooled.graph(), durations(pooled, steps)
-    waves = frontiers(graph)
     rows = []
     for devices in DEVICES:
-        waiting, free = in_waves(graph, waves, seconds, devices), at_once(graph, seconds, devices)
-        rows.append(Row(devices, waiting.seconds, free.seconds, free.used / (devices * free.seconds)))
+        sensor, free = timeline(graph, seconds, devices, LOOK), timeline(graph, seconds, devices)
+        rows.append(Row(devices, sensor.seconds, free.seconds, free.used / (devices * free.seconds)))
     chain: dict[str, float] = {}
     for node in longest(graph, seconds):
         chain[node[0]] = chain.get(node[0], 0.0) + seconds[node]

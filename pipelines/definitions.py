@@ -7,6 +7,4 @@ from pipelines.settings import Settings
 from sandhi_core.catalogue import load_catalogue
 
 _settings = Settings.from_environment()
-defs = build_definitions(
-    load_catalogue(_settings.pool_files()), _settings, cluster=Cluster.from_environment()
-)
+defs = build_definitions(load_catalogue(_settings.pool_files()), _settings, cluster=Cluster.from_environment())

@@ -3,11 +3,11 @@
 from collections import Counter
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schedule import OTHERS, SCORES, Timeline, at_once, catalogue, frontiers, in_waves, longest, simulations, text
-from sandhi_core.graph import Node
+from benchmarks.schedule import OTHERS, SCORES, Timeline, catalogue, longest, simulations, text, timeline
+from sandhi_core.graph import STAGES, Node, Stored, fingerprint, schedule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = catalogue(5, 2)
@@ -33,28 +33,34 @@ def at_most(timeline: Timeline, spent: dict[Node, float], scoring: bool) -> int:
     return most
 
 
-@given(seconds(), st.integers(1, 6))
-def test_every_schedule_can_be_carried_out(spent: dict[Node, float], devices: int) -> None:
+@settings(max_examples=50)
+@given(seconds(), st.integers(1, 6), st.sampled_from([0.0, 7.0]))
+def test_every_schedule_can_be_carried_out(spent: dict[Node, float], devices: int, look: float) -> None:
     chain = sum(spent[node] for node in longest(GRAPH, spent))
     scoring = sum(s for node, s in spent.items() if node[0] in SCORES)
     others = sum(spent.values()) - scoring
-    waves = frontiers(GRAPH)
-    for timeline in (at_once(GRAPH, spent, devices), in_waves(GRAPH, waves, spent, devices)):
-        assert timeline.ends.keys() == GRAPH.keys()
-        for node, upstream in GRAPH.items():
-            assert all(timeline.ends[u] <= timeline.ends[node] - spent[node] for u in upstream)
-        assert at_most(timeline, spent, True) <= devices and at_most(timeline, spent, False) <= OTHERS
-        assert timeline.seconds >= max(chain, scoring / devices)
-    # Graham's bound: whenever the last chain waits, every place of its kind is taken
-    assert at_once(GRAPH, spent, devices).seconds <= chain + scoring / devices + others / OTHERS
+    found = timeline(GRAPH, spent, devices, look)
+    assert found.ends.keys() == GRAPH.keys()
+    for node, upstream in GRAPH.items():
+        assert all(found.ends[u] <= found.ends[node] - spent[node] for u in upstream)
+    assert at_most(found, spent, True) <= devices and at_most(found, spent, False) <= OTHERS
+    assert found.seconds >= max(chain, scoring / devices)
+    # Graham's bound: whenever the longest chain waits for no look, every place of its kind is taken
+    assert found.seconds <= chain + scoring / devices + others / OTHERS + look * len(STAGES)
 
 
-def test_waves_are_those_of_the_stages() -> None:
-    """A pool that is built for the first time has a wave for every stage, but that proof and deployment are one run."""
-    waves = frontiers(GRAPH)
-    assert [sorted({stage for stage, _ in wave}) for wave in waves][-1] == ["deployment", "sharing_proof"]
-    assert len(waves) == 10
-    assert sorted(node for wave in waves for node in wave) == sorted(GRAPH)
+@settings(max_examples=50)
+@given(seconds(), st.data())
+def test_what_may_start_is_what_the_planner_says(spent: dict[Node, float], data: st.DataObject) -> None:
+    """With a place for everybody, what is under way at any moment is the planner's frontier then."""
+    ends = timeline(GRAPH, spent, len(GRAPH)).ends
+    moment = data.draw(st.sampled_from(sorted({0.0, *ends.values()})[:-1]))
+    stored: dict[Node, Stored] = {}
+    for node in sorted((n for n, end in ends.items() if end <= moment), key=list(GRAPH).index):
+        made = fingerprint(node, None, {u: stored[u].data_version for u in GRAPH[node]})
+        stored[node] = Stored(made, made)
+    running = {node for node, end in ends.items() if end - spent[node] <= moment < end}
+    assert running == schedule(GRAPH, lambda node: None, stored.get).frontier.keys()
 
 
 def test_the_kept_simulation_is_what_the_kept_steps_give() -> None:

@@ -71,9 +71,7 @@ def test_nothing_chosen_is_this_machine_as_ever(on: Callable[..., Any], tiny_poo
     assert definitions.get_repository_def().get_job("build_plan").executor_def.name == "multi_or_in_process_executor"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "tag"), [("ray", "dagster-ray/config"), ("kubernetes", "dagster-k8s/config")]
-)
+@pytest.mark.parametrize(("launcher", "tag"), [("ray", "dagster-ray/config"), ("kubernetes", "dagster-k8s/config")])
 def test_what_scores_asks_for_a_device(
     launcher: str, tag: str, on: Callable[..., Any], tiny_pool: PoolWriter, tmp_path: Path
 ) -> None:
@@ -85,7 +83,9 @@ def test_what_scores_asks_for_a_device(
     (needs,) = set(asked.values())
     assert "gpu" in needs
     assert definitions.get_repository_def().get_job("build_profile").executor_def.name == "in_process"
-    assert tag not in str(tags(build_definitions(load_catalogue([pool]), Settings(pool, tmp_path), cluster=on(launcher, "{}"))))
+    assert tag not in str(
+        tags(build_definitions(load_catalogue([pool]), Settings(pool, tmp_path), cluster=on(launcher, "{}")))
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,9 @@ def limits(job: dict[str, Any]) -> dict[str, str]:
 def launch(instance: dg.DagsterInstance, definitions: dg.Definitions, name: str, key: str) -> None:
     """What the daemon does with a run that it takes from the queue."""
     job = definitions.get_repository_def().get_job(name)
-    code = RepositoryPythonOrigin(sys.executable, ModuleCodePointer("pipelines.definitions", "defs", str(SCALE.parents[1])))
+    code = RepositoryPythonOrigin(
+        sys.executable, ModuleCodePointer("pipelines.definitions", "defs", str(SCALE.parents[1]))
+    )
     run = instance.create_run_for_job(
         job, tags={**job.tags, "dagster/partition": key}, job_code_origin=JobPythonOrigin(name, code)
     )
