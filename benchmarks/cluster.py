@@ -15,13 +15,14 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -127,7 +128,7 @@ class Workers:
             processes = self.processes(node)
             if any(run in _command(pid) for pid in processes):
                 for pid in processes:
-                    with _gone():
+                    with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 self.nodes.remove(node)
                 return len(processes)
@@ -139,7 +140,7 @@ class Workers:
         every = {pid for node in [*self.nodes, self.cluster.head_node] for pid in self.processes(node)}
         self.cluster.shutdown()
         for pid in every:
-            with _gone():
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -148,14 +149,6 @@ def _command(process: int) -> str:
         return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return ""
-
-
-@contextmanager
-def _gone() -> Iterator[None]:
-    try:
-        yield
-    except ProcessLookupError:
-        pass
 
 
 # --- the build -----------------------------------------------------------------------------------------------
@@ -202,21 +195,30 @@ class Watch:
 
 
 @contextmanager
-def daemon(environment: dict[str, str], log: Path) -> Iterator[None]:
-    """The Dagster daemon on this checkout's code location, its sensor switched on; all of it is ended at the end."""
-    dagster = [sys.executable, "-W", "ignore", "-m", "dagster"]
-    where = ["--module-name", "pipelines.definitions", "--working-directory", str(CHECKOUT)]
-    subprocess.run(
-        [*dagster, "sensor", "start", "rebuild_stale", *where],
-        cwd=CHECKOUT,
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+def daemon(environment: dict[str, str], work: Path) -> Iterator[None]:
+    """The code location as a server of its own, loaded once, and the Dagster daemon with its sensor switched on, as
+    docs/scale.md has them; all of it is ended at the end."""
+    port = free_port()
+    where = ["--workspace", str(work / "workspace.yaml")]
+    server = {"host": "127.0.0.1", "port": port, "location_name": "pipelines.definitions"}
+    (work / "workspace.yaml").write_text(yaml.safe_dump({"load_from": [{"grpc_server": server}]}))
+    code = ["--module-name", "pipelines.definitions", "--working-directory", str(CHECKOUT)]
+    serve = ["dagster", "api", "grpc", *code, "--host", "127.0.0.1", "--port", str(port)]
+    with ExitStack() as stack:
+        stack.enter_context(_running(serve, environment, work / "code.log"))
+        _wait_for(port)
+        on = [sys.executable, "-W", "ignore", "-m", "dagster", "sensor", "start", "rebuild_stale", *where]
+        subprocess.run(on, cwd=CHECKOUT, env=environment, check=True, capture_output=True, timeout=300)
+        stack.enter_context(_running(["dagster._daemon", "run", *where], environment, work / "daemon.log"))
+        yield
+
+
+@contextmanager
+def _running(module: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
+    """A Python module as a process of its own, ended at the end whatever it does."""
     with log.open("wb") as out:
         running = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "dagster._daemon", "run", *where],
+            [sys.executable, "-W", "ignore", "-m", *module],
             cwd=CHECKOUT,
             env=environment,
             stdout=out,
@@ -232,6 +234,24 @@ def daemon(environment: dict[str, str], log: Path) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 os.killpg(running.pid, signal.SIGKILL)
                 running.wait()
+
+
+def _wait_for(port: int) -> None:
+    """Until something listens: a code server does when it has loaded everything."""
+    until = time.monotonic() + 600
+    while True:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+            return
+        if time.monotonic() > until:
+            raise SystemExit("the code server does not listen after ten minutes")
+        time.sleep(0.5)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def instance_file(home: Path, limit: int) -> None:
@@ -272,7 +292,7 @@ def build_there(pool: Path, root: Path, workers: int, work: Path) -> tuple[float
         }
         say(f"a head and {workers} workers at {cluster.address}")
         begun = time.monotonic()
-        stack.enter_context(daemon(dict(os.environ), work / "daemon.log"))
+        stack.enter_context(daemon(dict(os.environ), work))
         instance = stack.enter_context(dg.DagsterInstance.get())
         watch = Watch(Settings.from_environment(), instance, cluster)
         watch.until_built()
@@ -290,6 +310,7 @@ def main() -> None:
         work = given.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sandhi-")))
         work.mkdir(parents=True, exist_ok=True)
         os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(work.resolve())}
+        os.environ |= {"RAY_worker_niceness": "0"}  # by default 15: beside anything else a run would hardly begin
         # Ray listens on the machine's own address: only who knows the token is let in.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         os.environ.setdefault("OMP_NUM_THREADS", "1")

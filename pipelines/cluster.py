@@ -3,7 +3,7 @@
 What fans out are runs, not steps within a run: a run is one partition of one stage, and what may run at once are
 partitions (the profiles of a wave, its trajectories). An executor that sends steps away would have one step to send.
 So `dagster.yaml` names the run launcher (docs/scale/), and this module says what depends on it in the definitions:
-that a run which scores asks for a device, and that a step runs in its run's own process, which has nobody to share with.
+that a run which scores asks for a device, and that a step runs in its run's own process: there is nothing else in it.
 """
 
 import json
@@ -85,7 +85,7 @@ class Cluster:
         except ImportError as error:
             raise UsageError(
                 f"{CLUSTER} is {name!r}, and its library is not installed: {error}",
-                remedy=f"install the extra `{launcher.extra}`: pip install -c constraints.txt '.[pipeline,{launcher.extra}]'",
+                remedy=f"pip install -c constraints.txt --editable '.[pipeline,{launcher.extra}]'",
             ) from error
         except dg.DagsterInvalidConfigError as error:
             raise _refused("; ".join(e.message for e in error.errors)) from error

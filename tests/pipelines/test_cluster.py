@@ -1,4 +1,4 @@
-"""Where runs go: what definitions ask for there, and that the launchers' own libraries take the files of docs/scale/."""
+"""Where runs go: what definitions ask for there, and that the launchers' libraries take the files of docs/scale/."""
 
 import importlib.util
 import json
@@ -158,7 +158,7 @@ def api_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     sent: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             sent.append({"path": self.path, "body": body})
             self.send_response(201)
