@@ -196,8 +196,8 @@ class Watch:
 
 @contextmanager
 def daemon(environment: dict[str, str], work: Path) -> Iterator[None]:
-    """The code location as a server of its own, loaded once, and the Dagster daemon with its sensor switched on, as
-    docs/scale.md has them; all of it is ended at the end."""
+    """The code location as a server of its own (docs/scale.md; nothing here has it loaded anew), and the Dagster daemon
+    with its sensor switched on; all of it is ended at the end."""
     port = free_port()
     where = ["--workspace", str(work / "workspace.yaml")]
     server = {"host": "127.0.0.1", "port": port, "location_name": "pipelines.definitions"}
