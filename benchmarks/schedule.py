@@ -127,13 +127,13 @@ def longest(graph: Graph, seconds: Seconds) -> list[Node]:
     ends: dict[Node, float] = {}
     last: dict[Node, Node | None] = {}
     for node, upstream in graph.items():
-        last[node] = max(upstream, key=ends.__getitem__, default=None)
-        ends[node] = seconds[node] + (ends[before] if (before := last[node]) is not None else 0.0)
-    node: Node | None = max(ends, key=ends.__getitem__)
+        before = last[node] = max(upstream, key=ends.__getitem__, default=None)
+        ends[node] = seconds[node] + (0.0 if before is None else ends[before])
     chain = []
-    while node is not None:
-        chain.append(node)
-        node = last[node]
+    at: Node | None = max(ends, key=ends.__getitem__)
+    while at is not None:
+        chain.append(at)
+        at = last[at]
     return chain[::-1]
 
 
