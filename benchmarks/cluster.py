@@ -135,10 +135,10 @@ class Workers:
         raise SystemExit(f"no worker runs {run}")
 
     def stop(self) -> None:
-        if self.cluster is None:
-            return
-        every = {pid for node in [*self.nodes, self.cluster.head_node] for pid in self.processes(node)}
-        self.cluster.shutdown()
+        """Everything that this process started and that is still there, also of a cluster that did not come up."""
+        every = descendants(os.getpid()) - {os.getpid()}
+        if self.cluster is not None:
+            self.cluster.shutdown()
         for pid in every:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
