@@ -15,7 +15,7 @@ demo: .venv/installed
 	$(BIN)/python -m demo.make_pool .sandhi-demo/demo --size demo
 	$(BIN)/sandhi build pools/demo.yaml
 
-test: lint .venv-vllm/installed
+test: lint .venv-vllm/installed .venv-dg/installed
 	SANDHI_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/installed
@@ -42,5 +42,12 @@ ui: .venv/installed
 	.venv-vllm/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec triton
 	touch $@
 
+# Dagster's `dg` brings a cloud client, and not always the version of Dagster that is pinned: an environment of its own.
+.venv-dg/installed: Makefile
+	@echo 'Installing dg into .venv-dg, once: half a minute or more, about 220 MB'
+	$(PYTHON) -m venv .venv-dg
+	.venv-dg/bin/pip install --quiet --disable-pip-version-check dagster-dg-cli==1.13.27 dagster==1.13.27
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .sandhi .sandhi-demo
+	rm -rf .venv .venv-vllm .venv-dg .sandhi .sandhi-demo

@@ -1,8 +1,13 @@
 """checkpoint[model]: what the files hold, tensor by tensor, once everything about them has been checked."""
 
+import dagster as dg
+
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
+from sandhi_core.checkpoint import resolve
 from sandhi_core.errors import PreflightError
 from sandhi_core.preflight import check_model
+from sandhi_core.report.stages import parts_table
 
 
 def run(job: Job) -> Outcome:
@@ -15,18 +20,23 @@ def run(job: Job) -> Outcome:
     return Outcome(
         fingerprint,
         {
+            "what the bytes are": table(parts_table(fingerprint)),
+            "directory": dg.MetadataValue.path(str(resolve(entry))),
             "tensors": len(fingerprint.tensors),
             "bytes": fingerprint.nbytes,
             "slots": len(fingerprint.slots),
+            "layers": fingerprint.layers,
             "warnings": len(problems),
-            "model_type": fingerprint.model_type,
+            "model type": fingerprint.model_type,
+            "dtype": fingerprint.dtype,
         },
     )
 
 
 STAGE = StageAsset(
     name="checkpoint",
+    phase="models",
     description="Fingerprint of a model's checkpoint: digest and statistics of every tensor, digest of every file.",
     run=run,
-    kinds=frozenset({"safetensors"}),
+    kinds=frozenset({"huggingface", "safetensors"}),
 )

@@ -1,8 +1,10 @@
 """cutoffs[pool.model]: every point of the trajectory at which the model is within its budgets."""
 
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.records import Plan, Trajectory
+from sandhi_core.report.stages import cutoffs_table
 
 
 def run(job: Job) -> Outcome:
@@ -17,16 +19,19 @@ def run(job: Job) -> Outcome:
     return Outcome(
         record,
         {
+            "every cutoff": table(cutoffs_table(record)),
             "cutoffs": len(record.cutoffs),
             "within budget": len(within),
             "deepest": record.deepest,
             "knee": record.knee,
+            "bytes freed at most": max(c.freed for c in within),
         },
     )
 
 
 STAGE = StageAsset(
     name="cutoffs",
+    phase="search",
     description="Every scored cutoff of one model, which of them are within budget, the deepest, the knee.",
     run=run,
 )

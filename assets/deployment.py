@@ -1,10 +1,18 @@
 """deployment[pool]: the specification a server is started from. Refused unless the proof passed."""
 
+from typing import Any
+
+import dagster as dg
+
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.adapters import summary
 from sandhi_core.deploy.spec import deployment_spec, write_deployment
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import MergedWeights, OperatingPoints, SharingProof
+from sandhi_core.report import write_report
+from sandhi_core.report.gathering import gather
+from sandhi_core.report.stages import servers_table
 
 
 def run(job: Job) -> Outcome:
@@ -24,11 +32,33 @@ def run(job: Job) -> Outcome:
     path = write_deployment(export, record)
     models = len(bench.catalogue.members(job.key))
     stock = {f"stock {name}": value for name, value in summary(record.stock).items()}
-    return Outcome(record, {"specification": str(path), "models": models, **stock})
+    memory, held = record.memory, record.stock_memory
+    return Outcome(
+        record,
+        {
+            "servers": table(servers_table(record)),
+            "specification": dg.MetadataValue.path(str(path)),
+            "export": dg.MetadataValue.path(str(export)),
+            "models": models,
+            "bytes of weights before (estimated)": memory.weights_bytes_before,
+            "bytes of weights after (estimated)": memory.weights_bytes_after if held is None else held.weights_bytes,
+            "more tokens of cache (estimated)": memory.more_kv_tokens,
+            **stock,
+        },
+    )
+
+
+def report(job: Job) -> dict[str, Any]:
+    """Write the report, in which the deployment is: no run that makes one leaves the report behind."""
+    bench = job.bench
+    data = gather(bench.catalogue, job.key, bench.artifacts)
+    return {"report": dg.MetadataValue.path(str(write_report(bench.artifacts.directory("reports", job.key), data)))}
 
 
 STAGE = StageAsset(
     name="deployment",
+    phase="serving",
     description="Deployment specification with commands and memory figures; exists only where the proof passed.",
     run=run,
+    after=report,
 )

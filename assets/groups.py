@@ -5,6 +5,7 @@ from collections import Counter
 from functools import cache, partial
 
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.besides import besides
 from sandhi_core.graph import evidence_rule
 from sandhi_core.grouping import make_groups
@@ -12,6 +13,7 @@ from sandhi_core.grouping_methods import Measures
 from sandhi_core.kinship import families
 from sandhi_core.merging import squared_distance
 from sandhi_core.records import Groups, Profile, Recipe, Slot, digest_of
+from sandhi_core.report.stages import groups_table, left_out_table
 from sandhi_core.rungs.allotment import Candidate
 from sandhi_core.rungs.choice import Evidence
 from sandhi_core.rungs.offers import TOLD_EVERY, Offers
@@ -47,6 +49,8 @@ def run(job: Job) -> Outcome:
     return Outcome(
         record,
         {
+            "proposed groups": table(groups_table(record)),
+            "slots in no group": table(left_out_table(record)),
             "models": ", ".join(models),
             "groups": len(record.groups),
             "methods": ", ".join(f"{n} {method}" for method, n in methods.most_common()) or "none",
@@ -98,6 +102,7 @@ def _measures(job: Job) -> Measures:
 
 STAGE = StageAsset(
     name="groups",
+    phase="search",
     description="Groups of slots that may share one tensor, with the recipe of that tensor, in search order.",
     run=run,
     scores=True,

@@ -1,10 +1,14 @@
 """holdout[pool.model]: the boldest cutoff that holds on questions that decided nothing before."""
 
+from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.assignment import Assignment
 from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.holdout import walk_holdout
 from sandhi_core.records import CutoffSet, Evaluation, Trajectory
+from sandhi_core.report import pictures
+from sandhi_core.report.stages import looks_table
 
 
 def run(job: Job) -> Outcome:
@@ -27,9 +31,14 @@ def run(job: Job) -> Outcome:
     )
     tasks = record.tasks.items()
     metadata = {
+        "change": picture(pictures.holdout({entry.name: record})),
+        "every look": table(looks_table(record)),
         "steps": record.steps,
         "looks": len(record.walked),
+        **{f"original {t}": r.original for t, r in tasks},
+        **{f"merged {t}": r.merged for t, r in tasks},
         **{f"difference {t}": r.difference for t, r in tasks},
+        **{f"share of budget used {t}": -r.difference / r.budget for t, r in tasks},
         **{f"certified {t}": r.certified for t, r in tasks},
         **{f"smallest certifiable budget {t}": r.certifiable for t, r in tasks},
     }
@@ -38,8 +47,9 @@ def run(job: Job) -> Outcome:
 
 STAGE = StageAsset(
     name="holdout",
+    phase="search",
     description="Cutoffs tried from safe to bold on the holdout split; the last that stays within budget.",
     run=run,
     scores=True,
-    kinds=frozenset({"pytorch"}),
+    kinds=frozenset({"lm-eval", "pytorch"}),
 )

@@ -1,11 +1,17 @@
 """merged_weights[pool]: the deployed point as ordinary checkpoint directories that hold shared bytes once."""
 
+import dagster as dg
+
+from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.adapters import summary
 from sandhi_core.assignment import assignment_at
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
-from sandhi_core.records import OperatingPoints, Trajectory
+from sandhi_core.records import OperatingPoints, Plan, Trajectory
+from sandhi_core.report import page, pictures
+from sandhi_core.report.data import slot_states
 
 
 def run(job: Job) -> Outcome:
@@ -27,13 +33,26 @@ def run(job: Job) -> Outcome:
         bench.artifacts.directory("exports"),
     )
     export = bench.artifacts.root / record.export
+    plans, alignment = bench.of_pool(Plan, "plan", job.key), bench.catalogue.pools[job.key].deploy.alignment_bytes
+    states = slot_states(bench.fingerprints(job.key), plans, trajectories, deployed, alignment)
+    shared = {(s.slot.tensor, s.digest) for slots in states.values() for s in slots if s.state == "shared"}
     stock = {f"stock {name}": value for name, value in summary(read_manifest(export).stock).items()}
-    return Outcome(record, {"export": str(export), "manifest": record.manifest, **stock})
+    metadata = {
+        **({"who shares what": picture(pictures.sharing(states))} if any(states.values()) else {}),
+        "tensors of several models": table(page.shared_table(states)),
+        "export": dg.MetadataValue.path(str(export)),
+        "manifest": record.manifest,
+        "merged matrices": len(shared),
+        "bytes claimed": deployed.savings.net,
+        **stock,
+    }
+    return Outcome(record, metadata)
 
 
 STAGE = StageAsset(
     name="merged_weights",
+    phase="serving",
     description="Exported checkpoints of the deployed point; shared tensors are links to one file.",
     run=run,
-    kinds=frozenset({"safetensors"}),
+    kinds=frozenset({"huggingface", "safetensors"}),
 )

@@ -2,9 +2,10 @@
 
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.operating_points import operating_points
 from sandhi_core.records import CutoffSet, HoldoutScore, OperatingPoints, Trajectory
-from sandhi_core.report.figures import pareto_chart
+from sandhi_core.report import ReportData, page, pictures
 
 
 def run(job: Job) -> Outcome:
@@ -25,7 +26,8 @@ def run(job: Job) -> Outcome:
     return Outcome(
         record,
         {
-            "pareto": picture(pareto_chart(record)),
+            "pareto": picture(pictures.pareto(record)),
+            "points": table(page.points_table(ReportData(pool, points=record))),
             "bytes of all checkpoints": deployed.checkpoint_bytes,
             "bytes of exact duplicates": deployed.duplicates,
             "bytes claimed": deployed.net,
@@ -36,6 +38,7 @@ def run(job: Job) -> Outcome:
 
 STAGE = StageAsset(
     name="operating_points",
+    phase="serving",
     description="Named operating points of the pool with savings and drops, their Pareto frontier, the deployed one.",
     run=run,
 )

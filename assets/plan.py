@@ -1,8 +1,10 @@
 """plan[pool.model]: one model's own steps, and nothing that changes when another model merely joins."""
 
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.grouping import make_plan
 from sandhi_core.records import Groups, Profile
+from sandhi_core.report.stages import plan_table
 
 
 def run(job: Job) -> Outcome:
@@ -17,12 +19,17 @@ def run(job: Job) -> Outcome:
     )
     return Outcome(
         record,
-        {"steps": len(record.steps), "bytes planned": sum(m.nbytes for s in record.steps for m in s.merges)},
+        {
+            "steps in order": table(plan_table(record)),
+            "steps": len(record.steps),
+            "bytes planned": sum(m.nbytes for s in record.steps for m in s.merges),
+        },
     )
 
 
 STAGE = StageAsset(
     name="plan",
+    phase="search",
     description="The steps of one model's search, each with the recipes it applies.",
     run=run,
 )

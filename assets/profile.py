@@ -1,9 +1,14 @@
 """profile[model]: how much each component's weights matter to the model's tasks."""
 
+from typing import Any
+
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.profile import profile
-from sandhi_core.report.figures import sensitivity_map
+from sandhi_core.records import Profile
+from sandhi_core.report import pictures
+from sandhi_core.report.stages import sensitive_table
 
 
 def run(job: Job) -> Outcome:
@@ -15,18 +20,28 @@ def run(job: Job) -> Outcome:
     return Outcome(
         record,
         {
-            **({"sensitivity": picture(sensitivity_map(record))} if record.sensitivities else {}),
+            **(_noise(record, pool.profile.gate) if record.sensitivities else {}),
             "components": len(record.sensitivities),
             "within the gate": tolerant,
+            **{f"questions {task}": n for task, n in record.questions.items()},
             **{f"baseline {task}": value for task, value in record.baseline.items()},
         },
     )
 
 
+def _noise(record: Profile, gate: float) -> dict[str, Any]:
+    return {
+        "sensitivity": picture(pictures.sensitivity(record, gate=gate)),
+        "what noise hurts most": table(sensitive_table(record)),
+        "largest drop under noise": max(s.drop for s in record.sensitivities),
+    }
+
+
 STAGE = StageAsset(
     name="profile",
+    phase="models",
     description="Baseline, and the score with noise in each layer's attention or MLP, on the profile split.",
     run=run,
     scores=True,
-    kinds=frozenset({"pytorch"}),
+    kinds=frozenset({"lm-eval", "pytorch"}),
 )

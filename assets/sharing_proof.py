@@ -1,23 +1,33 @@
 """sharing_proof[pool]: exported bytes are the scored bytes, held once on disk and in memory; each measured."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from assets.stage import Check, Job, Outcome, StageAsset
+from assets.pictures import picture
+from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
+from assets.verdicts import CHECKS, mapping, verdicts
 from sandhi_core.assignment import Assignment, assignment_at
-from sandhi_core.cutoffs import EPSILON
+from sandhi_core.claims import least_in_memory
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
-from sandhi_core.layout import DEPLOYMENT
-from sandhi_core.pool import DeploySettings
+from sandhi_core.layout import DEPLOYMENT, read_manifest
+from sandhi_core.pool import Engine, Pool
 from sandhi_core.records import (
     Evaluation,
+    HoldoutScore,
     MergedWeights,
+    OperatingPoint,
     OperatingPoints,
+    SharingProof,
     TaskResult,
     Trajectory,
 )
-from sandhi_core.serving.engines import PYTHON, Engine, python_of
+from sandhi_core.report import pictures
+from sandhi_core.report.stages import processes_table
+from sandhi_core.serving.engines import PYTHON, python_of
 from sandhi_core.serving.measure import compare
 from sandhi_core.sharing import prove
 
@@ -34,7 +44,7 @@ def run(job: Job) -> Outcome:
     deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
     assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
     merged = bench.artifacts.load(MergedWeights, "merged_weights", job.key)
-    engine, python = proving(pool.deploy)
+    engines, python = proving(pool)
     # What was deployed before must not outlive a proof that fails now.
     (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
     record = prove(
@@ -46,54 +56,42 @@ def run(job: Job) -> Outcome:
         deployed.savings,
         {m: _scored(job, m, held) for m, held in assignments.items()},
         answers,
-        partial(compare, engine=engine, python=python),
+        partial(compare, engine=engines, python=python),
     )
-    questions = sum(record.questions_checked.values())
-    return Outcome(
-        record,
-        {
-            "bytes of all checkpoints": record.checkpoint_bytes,
-            "bytes of exact duplicates": record.duplicates,
-            "bytes claimed": record.claimed,
-            "bytes verified on disk": record.verified_disk,
-            "bytes verified in memory": record.verified_memory,
-            "questions compared": questions,
-            "memory measured with": record.memory.engine,
-        },
-        (
-            Check(
-                "exported_is_scored",
-                record.passed,
-                "; ".join(record.problems) or "every digest and answer equal, every claimed byte saved",
-            ),
-            _within_budgets(job),
-            _measured_as_deployed(pool.deploy, engine),
-        ),
-    )
+    holdouts = bench.deployed_holdouts(job.key)
+    least = least_in_memory(record.claimed, read_manifest(bench.artifacts.root / merged.export))
+    found = verdicts(pool, record, least, holdouts, engines)
+    return Outcome(record, _metadata(pool, record, deployed, holdouts), found)
 
 
-def proving(deploy: DeploySettings) -> tuple[Engine, str]:
-    """What the memory of a pool's export is proved with, and its Python: the engine that it is deployed on where that
-    maps shared tensors and this machine says by the environment variable where it is, else transformers. The record of
-    the proof says which it was: what one engine shares is no claim for another."""
+def _metadata(
+    pool: Pool, record: SharingProof, deployed: OperatingPoint, holdouts: Mapping[str, HoldoutScore]
+) -> dict[str, Any]:
+    return {
+        "bytes before and after": picture(pictures.savings(deployed.savings, record)),
+        "quality": picture(pictures.holdout(holdouts)),
+        "processes": table(processes_table(record)),
+        "bytes of all checkpoints": record.checkpoint_bytes,
+        "bytes of exact duplicates": record.duplicates,
+        "bytes claimed": record.claimed,
+        "bytes verified on disk": record.verified_disk,
+        "bytes verified in memory": record.verified_memory,
+        "share verified on disk": record.verified_disk / record.checkpoint_bytes,
+        "share verified in memory": record.verified_memory / record.checkpoint_bytes,
+        "questions compared": sum(record.questions_checked.values()),
+        "memory measured with": record.memory.engine,
+    }
+
+
+def proving(pool: Pool) -> tuple[dict[str, Engine], str]:
+    """What the memory of a pool's export is proved with, by model, and vLLM's Python: the engine that a model is
+    deployed on where that maps shared tensors and this machine says by the environment variable where it is, else
+    transformers. The record of the proof says which it was: what one engine shares is no claim for another."""
     python = os.environ.get(PYTHON, "")
-    if _maps(deploy) and python:
-        return "vllm", python_of("vllm", python)
-    return "transformers", ""
-
-
-def _maps(deploy: DeploySettings) -> bool:
-    """Whether servers of the deployment are vLLM with shared tensors mapped."""
-    return deploy.engine == "vllm" and deploy.plugin and deploy.adapters is None
-
-
-def _measured_as_deployed(deploy: DeploySettings, engine: Engine) -> Check:
-    """No fingerprint knows where engines lie, so this is said rather than made stale."""
-    told = f"memory was measured with {engine}"
-    if _maps(deploy) and engine != "vllm":
-        remedy = f"name the Python of a vLLM with this package by {PYTHON} and materialise sharing_proof again"
-        return Check("measured_as_deployed", False, f"{told}, the pool is deployed on vLLM: {remedy}", warning=True)
-    return Check("measured_as_deployed", True, told, warning=True)
+    mapped = mapping(pool)
+    if not (mapped and python):
+        return dict.fromkeys(pool.engines, "transformers"), ""
+    return {model: "vllm" if model in mapped else "transformers" for model in pool.engines}, python_of("vllm", python)
 
 
 def _scored(job: Job, model: str, assignment: Assignment) -> Evaluation:
@@ -104,29 +102,12 @@ def _scored(job: Job, model: str, assignment: Assignment) -> Evaluation:
     return job.bench.evaluator(pool, entry).evaluate("holdout", weights)
 
 
-def _within_budgets(job: Job) -> Check:
-    """Every model's deployed weights against the budgets that the pool file has now."""
-    pool, holdouts = job.bench.catalogue.pools[job.key], job.bench.deployed_holdouts(job.key)
-    shown = {
-        (entry.name, task): found.bound if pool.holdout.quality == "certified" else found.difference
-        for entry in pool.models
-        for task, found in holdouts[entry.name].tasks.items()
-    }
-    over = [
-        f"{entry.name}, {task.task}: {shown[entry.name, task.task]:+.4f}, budget {task.budget}"
-        for entry in pool.models
-        for task in entry.tasks
-        if -shown[entry.name, task.task] > task.budget + EPSILON
-    ]
-    how = "with 95 % confidence, " if pool.holdout.quality == "certified" else ""
-    return Check("within_budget", not over, "; ".join(over) or f"every model, {how}on questions never used before")
-
-
 STAGE = StageAsset(
     name="sharing_proof",
+    phase="serving",
     description="Every exported tensor re-read and compared with what was scored; bytes shared, on disk and in memory.",
     run=run,
-    checks=("exported_is_scored", "within_budget", "measured_as_deployed"),
+    checks=CHECKS,
     scores=True,
-    kinds=frozenset({"safetensors"}),
+    kinds=frozenset({"lm-eval", "safetensors"}),
 )

@@ -5,10 +5,12 @@ from functools import partial
 
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
+from assets.tables import table
 from sandhi_core.assignment import Assignment
 from sandhi_core.evaluation.evaluator import Evaluator, merged_weights
 from sandhi_core.records import Accepts, Evaluation, Plan, Trajectory
-from sandhi_core.report.figures import trajectory_chart
+from sandhi_core.report import pictures
+from sandhi_core.report.stages import steps_table
 from sandhi_core.rungs.allotment import PRICES, distinct
 from sandhi_core.rungs.ladder import ladder
 from sandhi_core.search import search
@@ -25,7 +27,8 @@ def run(job: Job) -> Outcome:
     return Outcome(
         record,
         {
-            "trajectory": picture(trajectory_chart(record, budgets)),
+            "trajectory": picture(pictures.trajectory(record, budgets)),
+            "every step": table(steps_table(record)),
             "steps": len(record.steps),
             "accepted": accepted,
             "evaluations of the search": record.evaluations,
@@ -82,8 +85,9 @@ def _ladder(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float
 
 STAGE = StageAsset(
     name="trajectory",
+    phase="search",
     description="What one model may share: applied, scored on the search split, kept or not.",
     run=run,
     scores=True,
-    kinds=frozenset({"pytorch"}),
+    kinds=frozenset({"lm-eval", "pytorch"}),
 )

@@ -68,8 +68,8 @@ class Cluster:
         """SANDHI_CLUSTER (`ray`, `kubernetes`, or nothing: this machine), and SANDHI_SCORING: what a run that scores
         asks for, as JSON in the words of the launcher's library (by default one GPU; `{}`: no more than other runs).
 
-        Raises UsageError for another name, where the library is not installed, and where it does not take what is
-        asked for.
+        Raises UsageError for another name, beside SANDHI_DEVICES, where the library is not installed, and where it does
+        not take what is asked for.
         """
         name = os.environ.get(CLUSTER, "")
         if not name:
@@ -77,6 +77,11 @@ class Cluster:
         if name not in _LAUNCHERS:
             raise UsageError(
                 f"{CLUSTER} is {name!r}", remedy=f"set it to one of {', '.join(sorted(_LAUNCHERS))}, or not at all"
+            )
+        if os.environ.get("SANDHI_DEVICES"):
+            raise UsageError(
+                f"SANDHI_DEVICES names devices of one machine, and {CLUSTER} is {name!r}",
+                remedy="unset it: the launcher gives each run its own device",
             )
         launcher = _LAUNCHERS[name]
         needs = _asked(os.environ.get(SCORING, ""), launcher.scoring)

@@ -6,12 +6,13 @@ from typing import Any
 
 import dagster as dg
 
-from assets.stage import REGROUP_TAG
+from assets.stage import REGROUP_TAG, still_deployed
 from pipelines.assembly import build_definitions
 from pipelines.instance import HEADLESS_TAG, clear_dead_runs, opened_instance
 from pipelines.jobs import Run, runs
 from pipelines.progress import Progress
 from pipelines.settings import Settings
+from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner
 from sandhi_core.errors import SandhiError
 from sandhi_core.graph import Catalogue, Node
@@ -36,7 +37,7 @@ def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regro
     """
     artifacts = settings.artifacts()
     built = Built()
-    definitions = build_definitions(catalogue, settings, progress.evaluated)
+    definitions = build_definitions(catalogue, settings, progress.evaluated, progress.told)
     with opened_instance(settings.root) as instance:
         clear_dead_runs(instance)
         forced = catalogue.regrouped(regroup)
@@ -44,26 +45,34 @@ def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regro
             progress.keep({*schedule.frontier, *schedule.waiting})
             for run in runs(schedule.frontier):
                 with progress.running(run):
-                    built.evaluations.update(_execute(definitions, instance, run, regroup))
+                    built.evaluations.update(_execute(definitions, instance, run, catalogue, artifacts, regroup))
                 built.ran += [(stage, run.key) for stage in run.stages]
             forced -= schedule.frontier.keys()
     return built
 
 
-def _execute(definitions: dg.Definitions, instance: dg.DagsterInstance, run: Run, regroup: bool) -> Counter[str]:
+def _execute(
+    definitions: dg.Definitions,
+    instance: dg.DagsterInstance,
+    run: Run,
+    catalogue: Catalogue,
+    artifacts: Artifacts,
+    regroup: bool,
+) -> Counter[str]:
     """Run one job for one partition; returns the evaluations it made, by model."""
     job = definitions.resolve_job_def(run.job)
     result = job.execute_in_process(
         instance=instance,
         partition_key=run.key,
         asset_selection=[dg.AssetKey(stage) for stage in run.stages],
-        tags={HEADLESS_TAG: "true", REGROUP_TAG: str(regroup).lower()},
+        tags={HEADLESS_TAG: "true", REGROUP_TAG: str(regroup).lower(), **run.tags(catalogue)},
         run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
         raise_on_error=False,
     )
     if not result.success:
         about = f"{run.stages[0]} of {run.key} failed: {_reason(result)}"
-        raise BuildError(about, remedy="then build again: what is done is kept")
+        deployed = still_deployed(catalogue, artifacts, (run.stages[0], run.key))
+        raise BuildError(about, remedy=f"then build again: what is done is kept; {deployed}")
     made: Counter[str] = Counter()
     for event in result.get_asset_materialization_events():
         metadata = event.materialization.metadata
@@ -73,7 +82,8 @@ def _execute(definitions: dg.Definitions, instance: dg.DagsterInstance, run: Run
 
 def _reason(result: Any) -> str:
     """The message of the stage's failure, without a traceback."""
-    failed = [c for c in result.get_asset_check_evaluations() if not c.passed]
+    checks = result.get_asset_check_evaluations()
+    failed = [c for c in checks if not c.passed and c.severity == dg.AssetCheckSeverity.ERROR]
     if failed:
         return "; ".join(f"check {c.check_name}: {c.description}" for c in failed)
     for event in result.get_step_failure_events():

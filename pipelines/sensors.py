@@ -1,34 +1,34 @@
 """Notices that a pool file, a task or a checkpoint changed, and starts exactly what the planner calls stale."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 
 import dagster as dg
+from dagster._core.storage.tags import RUN_KEY_TAG
 
-from pipelines.instance import HEADLESS_TAG
-from pipelines.jobs import StageJob, runs
+from assets.stage import RETRIES, still_deployed
+from pipelines.instance import HEADLESS_TAG, UNFINISHED, end_dead_runs, set_slots
+from pipelines.jobs import Run, StageJob, nodes_of, runs
+from pipelines.reloading import BY_HAND, outdated, reload_location
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import SandhiError
-from sandhi_core.graph import STAGES, Catalogue
+from sandhi_core.graph import Catalogue, Node
 
-UNFINISHED = [
-    dg.DagsterRunStatus.QUEUED,
-    dg.DagsterRunStatus.NOT_STARTED,
-    dg.DagsterRunStatus.STARTING,
-    dg.DagsterRunStatus.STARTED,
-    dg.DagsterRunStatus.CANCELING,
-]
+LOCATION = "pipelines.definitions"
 
 
-def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[StageJob]) -> dg.SensorDefinition:
-    """Requests the planner's frontier; the next tick sees what that made stale, until nothing is."""
+def rebuild_sensor(
+    catalogue: Catalogue, settings: Settings, jobs: Sequence[StageJob], slots: int | None
+) -> dg.SensorDefinition:
+    """Requests the planner's frontier; a later tick sees what that made stale, until nothing is. `slots`: how many
+    steps may score at a time; None leaves it to the instance (of a cluster, whose devices nobody here knows)."""
 
     @dg.sensor(
         name="rebuild_stale",
         jobs=jobs,
-        minimum_interval_seconds=30,
-        description="Starts what is stale, wave by wave; waits while a run is under way; retries a failure daily.",
+        minimum_interval_seconds=settings.look_seconds,
+        description="Starts what is stale and does not wait for a run under way; tries what failed again the next day.",
     )
     def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
         try:
@@ -36,32 +36,82 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
         except SandhiError as error:
             yield dg.SkipReason(str(error))
             return
-        if any(current.keys(s.scope) != catalogue.keys(s.scope) for s in STAGES.values()):
-            yield dg.SkipReason(
-                "pool files name other models or pools than when this code location was loaded: reload it"
-            )
+        if outdated(catalogue, current):
+            yield dg.SkipReason(f"pool files changed in what is read once: {_reloaded(context, settings)}")
             return
-        unfinished = context.instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
-        # A headless build may have been killed, and is cleared up by the next one only.
-        if any(HEADLESS_TAG not in run.tags for run in unfinished):
-            yield dg.SkipReason("a run is under way: what it changes is not known yet")
-            return
-        frontier = Planner(current, settings.artifacts()).schedule().frontier
-        if not frontier:
-            yield dg.SkipReason("nothing is stale")
-            return
-        for run in runs(frontier):
-            wanted = frontier[run.stages[0], run.key]
-            # A run key is used once for ever. The last materialisation is part of it, because weights that go from A
-            # to B and back to A must be rebuilt; and the day, so that what failed is tried again.
-            last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
-            after = str(last.storage_id if last else 0)
-            yield dg.RunRequest(
-                job_name=run.job,
-                partition_key=run.key,
-                run_key=":".join([run.stages[0], run.key, wanted, after, str(date.today())]),
-                asset_selection=[dg.AssetKey(stage) for stage in run.stages],
-                tags={"sandhi/pool": run.key.partition(".")[0]},
-            )
+        if slots is not None:
+            set_slots(context.instance, slots)
+        # Longer than the longest pause between two tries of a step, and than a process takes to start.
+        silence = 60 + 2**RETRIES * settings.retry_seconds
+        for run_id in end_dead_runs(context.instance, settings.artifacts(), silence):
+            context.log.warning(f"run {run_id} ended with the process that ran it")
+        yield from _requests(context, current, settings)
 
     return rebuild_stale
+
+
+def _reloaded(context: dg.SensorEvaluationContext, settings: Settings) -> str:
+    if settings.webserver is None:
+        return f"{BY_HAND}, or let SANDHI_WEBSERVER name the webserver that is to do it"
+    origin = context.code_location_origin
+    return reload_location(settings.webserver, LOCATION if origin is None else origin.location_name)
+
+
+def _requests(
+    context: dg.SensorEvaluationContext, catalogue: Catalogue, settings: Settings
+) -> Iterator[dg.RunRequest | dg.SkipReason]:
+    artifacts = settings.artifacts()
+    if artifacts.in_use:
+        yield dg.SkipReason("`sandhi build` is at work in this artifact root")
+        return
+    planner = Planner(catalogue, artifacts)
+    frontier = planner.schedule().frontier
+    # A headless build may have been killed, and is cleared up by the next one only.
+    unfinished = context.instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
+    busy = set[Node]().union(*(nodes_of(run) for run in unfinished if HEADLESS_TAG not in run.tags))
+    failed: list[Run] = []
+    requested = 0
+    for run in runs(apart(planner.graph, frontier, busy)):
+        key = _run_key(context, run, frontier[run.stages[0], run.key])
+        if context.instance.get_runs(dg.RunsFilter(tags={RUN_KEY_TAG: key}), limit=1):
+            failed.append(run)
+            continue
+        requested += 1
+        yield dg.RunRequest(
+            job_name=run.job,
+            partition_key=run.key,
+            run_key=key,
+            asset_selection=[dg.AssetKey(stage) for stage in run.stages],
+            tags=run.tags(catalogue),
+        )
+    if not requested:
+        yield dg.SkipReason(_why_nothing(catalogue, settings, failed, busy))
+
+
+def apart(graph: Mapping[Node, Sequence[Node]], frontier: Mapping[Node, str], busy: set[Node]) -> list[Node]:
+    """Of the frontier what neither is under way nor depends on anything that is: that may still change."""
+    unknown = set(busy)
+    for node, upstream in graph.items():
+        if not unknown.isdisjoint(upstream):
+            unknown.add(node)
+    return [node for node in frontier if node not in unknown]
+
+
+def _run_key(context: dg.SensorEvaluationContext, run: Run, wanted: str) -> str:
+    """A run key is used once for ever. The last materialisation is part of it, because weights that go from A to B and
+    back to A must be rebuilt; and the day, so that what failed is tried again."""
+    last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
+    after = str(last.storage_id if last else 0)
+    return ":".join([run.stages[0], run.key, wanted, after, str(date.today())])
+
+
+def _why_nothing(catalogue: Catalogue, settings: Settings, failed: Sequence[Run], busy: set[Node]) -> str:
+    said = []
+    if busy:
+        said.append("a run is under way, and what else is stale depends on it")
+    if failed:
+        names = ", ".join(f"{run.stages[0]} of {run.key}" for run in failed)
+        nodes = [(run.stages[0], run.key) for run in failed]
+        kept = "; ".join(dict.fromkeys(still_deployed(catalogue, settings.artifacts(), node) for node in nodes))
+        said.append(f"{names} failed, to be tried again tomorrow or when anything it is made from changes; {kept}")
+    return "; ".join(said) or "nothing is stale"

@@ -1,12 +1,16 @@
 """Where pools are defined and where artifacts go: from the command line, or from the environment."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandhi_core.artifacts import Artifacts
+from sandhi_core.errors import UsageError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+LOOK_SECONDS = 30
+RETRY_SECONDS = 30
 
 
 def default_root() -> Path:
@@ -16,18 +20,57 @@ def default_root() -> Path:
 
 @dataclass(frozen=True)
 class Settings:
-    """`pools` is a directory of pool files, or one file."""
+    """`pools` is a directory of pool files, or one file; the rest is for runs that Dagster starts."""
 
     pools: Path
     root: Path
+    devices: tuple[str, ...] = ()
+    """What scores models, an entry a slot (resources/devices.py); by default one slot, on the pool file's device."""
+    look_seconds: int = LOOK_SECONDS  # at least so long between two looks of the sensor
+    retry_seconds: int = RETRY_SECONDS  # to the first retry of what can pass by itself
+    webserver: str | None = None  # address at which the sensor has the code location reloaded
 
     @classmethod
     def from_environment(cls) -> "Settings":
-        """SANDHI_POOLS (a directory, or one file; by default `pools/` of the checkout) and SANDHI_HOME."""
-        return cls(Path(os.environ.get("SANDHI_POOLS", CHECKOUT / "pools")).resolve(), default_root())
+        """SANDHI_POOLS (a directory, or one file; by default `pools/` of the checkout), SANDHI_HOME, SANDHI_DEVICES,
+        SANDHI_LOOK_SECONDS, SANDHI_RETRY_SECONDS and SANDHI_WEBSERVER.
+
+        Raises UsageError where one of them cannot be what it says.
+        """
+        return cls(
+            Path(os.environ.get("SANDHI_POOLS", CHECKOUT / "pools")).resolve(),
+            default_root(),
+            _devices(),
+            _seconds("SANDHI_LOOK_SECONDS", LOOK_SECONDS),
+            _seconds("SANDHI_RETRY_SECONDS", RETRY_SECONDS),
+            os.environ.get("SANDHI_WEBSERVER") or None,
+        )
 
     def pool_files(self) -> list[Path]:
         return sorted(self.pools.glob("*.yaml")) if self.pools.is_dir() else [self.pools]
 
     def artifacts(self) -> Artifacts:
         return Artifacts(self.root)
+
+    @property
+    def slots(self) -> int:
+        """How many steps may score at a time."""
+        return max(len(self.devices), 1)
+
+
+def _devices() -> tuple[str, ...]:
+    named = tuple(name.strip() for name in os.environ.get("SANDHI_DEVICES", "").split(",") if name.strip())
+    kinds = {name.partition(":")[0] for name in named}
+    if any(not re.fullmatch(r"cpu|mps|cuda:[0-9]+", name, re.ASCII) for name in named) or len(kinds) > 1:
+        raise UsageError(
+            f"SANDHI_DEVICES is {','.join(named)!r}",
+            remedy="name a device for each slot, all of one kind: cuda:0,cuda:1, or cpu,cpu for two slots on the CPU",
+        )
+    return named
+
+
+def _seconds(name: str, default: int) -> int:
+    given = os.environ.get(name) or str(default)
+    if not re.fullmatch(r"[0-9]{1,5}", given, re.ASCII):
+        raise UsageError(f"{name} is {given!r}", remedy="give whole seconds")
+    return int(given)

@@ -1,5 +1,6 @@
 """`make ui`: the Dagster UI on the instance of the artifact root."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ def main() -> int:
     served = subprocess.Popen(
         [dagster, "dev", "--workspace", "workspace.yaml", *sys.argv[1:]],
         cwd=CHECKOUT,
-        env=os.environ | {"PYTHONWARNINGS": warnings},
+        env={"SANDHI_WEBSERVER": _address(sys.argv[1:]), **os.environ, "PYTHONWARNINGS": warnings},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -43,6 +44,15 @@ def main() -> int:
     with suppress(ProcessLookupError):  # services of one that was stopped while it started
         os.killpg(served.pid, signal.SIGTERM)
     return 0 if asked else status
+
+
+def _address(arguments: list[str]) -> str:
+    """Where the webserver will be, given what `dagster dev` is called with: its own sensor has it reload pool files."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", "-h", default="127.0.0.1")
+    parser.add_argument("--port", "-p", default="3000")
+    known, _ = parser.parse_known_args(arguments)
+    return f"http://{known.host}:{known.port}"
 
 
 if __name__ == "__main__":

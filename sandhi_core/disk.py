@@ -12,7 +12,7 @@ from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import Problem
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
 from sandhi_core.records import ExportedModel, ExportedTensor, Manifest, StockPlan
-from sandhi_core.safetensors_file import FormatError, map_file
+from sandhi_core.safetensors_file import FormatError, map_file, release
 from sandhi_core.savings import padding_of
 
 RESTORE = "restore it from a sound copy of the export, or remove the export and build again"
@@ -68,6 +68,14 @@ def beside_weights(export_root: Path, name: str, model: ExportedModel) -> Iterat
         yield from (_damage(p, name, file) for p in _copy(export_root / model.directory / file, digest))
 
 
+def names(manifest: Manifest) -> set[str]:
+    """Every file that an export may have, as a path from its root."""
+    expected = {MANIFEST, DEPLOYMENT}
+    for model in manifest.models.values():
+        expected |= {f"{model.directory}/{f}" for f in (index_name(model), *model.files, *shards(model))}
+    return expected | stock_files(manifest).keys()
+
+
 def _damage(message: str, model: str | None, file: str, tensor: str | None = None) -> Problem:
     code = "export-tensor" if tensor else "export-file"
     return Problem(code=code, severity="error", model=model, file=file, tensor=tensor, message=message, remedy=RESTORE)
@@ -78,10 +86,7 @@ def _listing(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
     path = export_root / MANIFEST
     if path.is_symlink() or not path.is_file() or path.read_bytes() != manifest.canonical():
         yield _damage("is not the manifest of these weights in its canonical form", None, MANIFEST)
-    expected = {MANIFEST, DEPLOYMENT}
-    for model in manifest.models.values():
-        expected |= {f"{model.directory}/{f}" for f in (index_name(model), *model.files, *shards(model))}
-    expected |= stock_files(manifest).keys()
+    expected = names(manifest)
     for directory, subdirectories, files in os.walk(export_root):
         links = [d for d in subdirectories if (Path(directory) / d).is_symlink()]
         for name in sorted(files + links):
@@ -213,4 +218,9 @@ def _read(path: Path) -> Found | str:
         entries = map_file(path)
     except FormatError as error:
         return f"is damaged: {error}"
-    return {n: (e.dtype, e.shape, e.raw.nbytes, tensor_digest(*e[1:])) for n, e in entries.items()}
+    found = {}
+    for name, entry in entries.items():
+        digest = tensor_digest(entry.dtype, entry.shape, entry.raw)
+        found[name] = entry.dtype, entry.shape, entry.raw.nbytes, digest
+        release(entry.raw)
+    return found

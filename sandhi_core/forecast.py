@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
+from sandhi_core.artifacts import Artifacts
 from sandhi_core.costs import Cost, Costs, met, total
-from sandhi_core.graph import Catalogue, Node
+from sandhi_core.graph import STAGES, Catalogue, Node
 from sandhi_core.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
 
@@ -64,6 +65,18 @@ def costs(
     grouped = {model for (stage, _), models in about.items() if stage == "groups" for model in models}
     of = Costs(pool, fingerprints, grouped).of
     return {(stage, key): of(stage, models) for (stage, key), models in about.items()}
+
+
+def bound(catalogue: Catalogue, artifacts: Artifacts, node: Node) -> int:
+    """How many evaluations a node makes at most, as far as the checkpoints that it depends on have been read."""
+    stage, key = node
+    pool = catalogue.entry(key)[0] if STAGES[stage].scope == "model" else catalogue.pools[key.partition(".")[0]]
+    about = _models(catalogue, pool, stage, key)
+    if STAGES[stage].scope == "member":
+        about = catalogue.members(f"{pool.name}.{catalogue.group_of[about[0]]}")  # whom it may share with
+    read = [model for model in about if artifacts.envelope(("checkpoint", model)) is not None]
+    fingerprints = {model: artifacts.load(Fingerprint, "checkpoint", model) for model in read}
+    return costs(catalogue, pool, fingerprints, [node])[node].evaluations
 
 
 def _group_keys(catalogue: Catalogue, pool: Pool) -> list[str]:

@@ -5,7 +5,7 @@ so they cannot disagree. Nothing here reads a weight or knows a workflow engine.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sandhi_core.errors import PoolError
@@ -80,6 +80,22 @@ class Catalogue:
         pool_name, _, group = key.partition(".")
         names = sorted(e.name for e in self.pools[pool_name].models)
         return tuple(n for n in names if not group or self.group_of[n] == group)
+
+    def pools_of(self, node: Node) -> tuple[Pool, ...]:
+        """The pools that a node is made for: of a model's all that name it."""
+        stage, key = node
+        if STAGES[stage].scope == "model":
+            return tuple(p for p in self.pools.values() if any(e.name == key for e in p.models))
+        return (self.pools[key.partition(".")[0]],)
+
+    def on(self, device: str) -> "Catalogue":
+        """The same with every model scored on `device`."""
+        update = {"device": device}
+        moved = {
+            n: p.model_copy(update={"evaluation": p.evaluation.model_copy(update=update)})
+            for n, p in self.pools.items()
+        }
+        return replace(self, pools=moved)
 
     def keys(self, scope: Scope) -> tuple[str, ...]:
         pairs = [(p.name, e.name) for p in self.pools.values() for e in p.models]
@@ -190,14 +206,24 @@ def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], A
             budgets = {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models}
             return {"budgets": budgets, **aligned} if (aligned := _alignment(pool)) else budgets
         case "sharing_proof":
-            return {m.name: [scoring(pool, m), [t.budget for t in m.tasks]] for m in pool.models}
+            own = _own_engines(pool)
+            return {
+                m.name: [scoring(pool, m), [t.budget for t in m.tasks], *([own[m.name]] if m.name in own else [])]
+                for m in pool.models
+            }
         case "deployment":
             deploy = pool.deploy.model_dump(mode="json", exclude_none=True, exclude={"alignment"})
-            return {"deploy": deploy, "dtype": pool.evaluation.dtype}
+            engines = {"engines": own} if (own := _own_engines(pool)) else {}
+            return {"deploy": deploy, "dtype": pool.evaluation.dtype, **engines}
         case _:
             adapters = pool.deploy.adapters
             asked = {} if adapters is None else {"adapters": adapters.max_rank}
             return {"models": sorted(m.name for m in pool.models), **asked, **_alignment(pool)}
+
+
+def _own_engines(pool: Pool) -> dict[str, str]:
+    """By model, its engine, where that is not the pool's: pools of one engine keep what they have."""
+    return {model: engine for model, engine in pool.engines.items() if engine != pool.deploy.engine}
 
 
 def _alignment(pool: Pool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from sandhi_core.cron import times
 from sandhi_core.pool_file import read_document
 from sandhi_core.pool_mistakes import faults, unsure
 from sandhi_core.pool_problems import Fault, FieldError, Loc, Mistake, pool_error, shown
@@ -38,6 +39,22 @@ def size_in_bytes(text: str) -> int:
     """Bytes of a size such as `80GiB` or `1.5 GB`."""
     number, unit = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]+)", text, re.ASCII).groups()  # type: ignore[union-attr]
     return int(float(number) * UNITS[unit])
+
+
+def _cron(text: str) -> str:
+    try:
+        times(text)
+    except ValueError as error:
+        raise FieldError(
+            str(error), 'write five fields of cron, such as "0 3 * * *": every night at three, UTC'
+        ) from None
+    return text
+
+
+def _owner(text: str) -> str:
+    if not re.fullmatch(r"team:[A-Za-z0-9][A-Za-z0-9_-]*|[A-Za-z0-9_.+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+", text):
+        raise FieldError(f"{shown(text)} is neither a team nor an address", "write team:NAME or name@example.org")
+    return text
 
 
 def _local_path(text: str, info: ValidationInfo) -> str:
@@ -66,9 +83,11 @@ Size = Annotated[
     StringConstraints(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?\s*(MiB|GiB|MB|GB)$"),
     AfterValidator(_positive_size),
 ]
+Owner = Annotated[Text, AfterValidator(_owner)]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's generators take
+Engine = Literal["vllm", "transformers"]
 
 
 class Section(BaseModel):
@@ -95,6 +114,8 @@ class ModelEntry(Section):
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""
     tasks: Annotated[tuple[TaskBudget, ...], Field(min_length=1, strict=False)]
+    engine: Engine | None = None
+    """What serves this model, where that is another than `deploy: engine`. Goes with no `deploy: adapters`."""
 
     @field_validator("tasks")
     @classmethod
@@ -281,7 +302,7 @@ ALIGNMENTS = {"4KiB": 4096, "2MiB": 2 << 20}
 
 
 class DeploySettings(Section):
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: Engine = "vllm"
     plugin: bool = True
     """Whether vLLM has Sandhi's plugin: it maps shared tensors, so that servers hold each once, and applies what models
     add to them. Without it vLLM serves plain checkpoints and adapters, each server with a copy of all its weights."""
@@ -309,6 +330,8 @@ class Pool(Section):
 
     name: Slug
     models: Annotated[tuple[ModelEntry, ...], Field(min_length=1, strict=False)]
+    owners: Annotated[tuple[Owner, ...], Field(strict=False)] = ()
+    """Whom to ask about the pool, as the Dagster UI shows it: `team:NAME` or addresses. They decide nothing."""
     evaluation: EvaluationSettings = EvaluationSettings()
     profile: ProfileSettings = ProfileSettings()
     grouping: GroupingSettings = GroupingSettings()
@@ -316,10 +339,18 @@ class Pool(Section):
     merging: MergingSettings = MergingSettings()
     holdout: HoldoutSettings = HoldoutSettings()
     deploy: DeploySettings = DeploySettings()
+    rebuild: Annotated[Text, AfterValidator(_cron)] | None = None
+    """When Dagster's schedule forms the groups anew and rebuilds what follows, as cron has it, in UTC: `0 3 * * *` is
+    every night at three. Without it that is done by `sandhi build --regroup` alone."""
 
     @property
     def bases(self) -> tuple[Base, ...]:
         return tuple(Base(f"merging.bases[{at}]", path) for at, path in enumerate(self.merging.bases))
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By model, what serves it."""
+        return {entry.name: entry.engine or self.deploy.engine for entry in self.models}
 
     def tolerance(self, model: ModelEntry) -> dict[str, float]:
         """Per task the drop up to which the search accepts a step: budgets scaled so that the model's largest

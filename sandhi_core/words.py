@@ -53,3 +53,10 @@ def count(n: int, noun: str) -> str:
 
 def yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def duration(seconds: float) -> str:
+    """Hours, where there are any, minutes and seconds: 1:02:03, 0:07."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

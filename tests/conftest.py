@@ -35,9 +35,14 @@ def vllm_python() -> Path:
 
 
 def require_vllm(python: Path) -> None:
-    """Skips the test where there is none. Where there must be one (CI, `make test`) it fails: skips go unnoticed."""
-    if not python.exists():
-        absent = f"no vLLM: {python} is missing; `make .venv-vllm/installed` installs it, or set SANDHI_VLLM_PYTHON"
+    require(python, "vLLM", "`make .venv-vllm/installed` installs it, or set SANDHI_VLLM_PYTHON")
+
+
+def require(program: Path, name: str, remedy: str) -> None:
+    """Skips the test where a program is missing. Where it must be there (CI, `make test`) it fails: skips go
+    unnoticed."""
+    if not program.exists():
+        absent = f"no {name}: {program} is missing; {remedy}"
         (pytest.fail if os.environ.get("CI") or os.environ.get("SANDHI_REQUIRE_VLLM") else pytest.skip)(absent)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sandhi_core.errors import PoolError
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget, json_schema, load_pool, size_in_bytes
 
+PATH = "    path: checkpoints/legal\n"
 MINIMAL = """\
 name: specialists
 models:
@@ -68,6 +69,8 @@ grouping: {candidates: reference, on_new_model: regroup, on_removed_model: keep}
 search: {accept: reference, stride: 1, tolerance: 0.01, early_rejection: true}
 merging: {methods: [mean], rescale: common}
 deploy: {engine: vllm, device_memory: 1.5 GB}
+rebuild: 30 3 * * 1-5
+owners: [team:law, ana.b@mail.example.org]
 """
     )
     pool = load_pool(write(tmp_path, text))
@@ -77,6 +80,8 @@ deploy: {engine: vllm, device_memory: 1.5 GB}
     assert pool.evaluation.cache_memory == "512 MiB"
     assert pool.search.stride == 1 and pool.search.early_rejection is True
     assert pool.deploy.device_bytes == 1_500_000_000
+    assert pool.rebuild == "30 3 * * 1-5"
+    assert pool.owners == ("team:law", "ana.b@mail.example.org")
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +195,12 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, edit: tuple[str, str],
         ("deploy: {device_memory: 0GiB}", "deploy.device_memory must be more than nothing"),
         ("deploy: {device_memory: 80}", "deploy.device_memory must be a size in MiB, GiB, MB or GB"),
         ("deploy: {device_memory: 80GiBs}", "deploy.device_memory must be a size in MiB, GiB, MB or GB (write a size"),
+        ("owners: [nobody]", "owners[0] 'nobody' is neither a team nor an address (write team:NAME"),
+        ("owners: ['team:']", "owners[0] 'team:' is neither a team nor an address"),
+        ("owners: team:a", "owners must be a list"),
+        ("rebuild: 0 3 * *", "rebuild has 4 fields, not five"),
+        ("rebuild: 0 3 31 2 *", "rebuild is never due: no such month has that day (write five fields of cron"),
+        ("rebuild: 3", "rebuild must be text"),
         ("7: x", "a key must be text (put quotes around it)"),
         ("name: again", "'name' is given twice; the first is on line 1 (remove one of them)"),
     ],
@@ -368,13 +379,50 @@ def entry(**budgets: float) -> ModelEntry:
             "deploy.adapters needs merging.affine: none, not rows",
         ),
         ("deploy: {engine: transformers, plugin: true}\n", "deploy.plugin: true needs deploy.engine: vllm"),
+        (
+            "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {adapters: {}}\n",
+            "a model's own engine (vllm) goes with no deploy.adapters (leave the engine out",
+        ),
         ("deploy: {adapters: {max_rank: 48}}\n", "deploy.adapters.max_rank"),
         ("deploy: {adapters: {max_rank: true}}\n", "must be a rank that vLLM takes"),
         ("deploy: {adapters: {rank: 8}}\n", "deploy.adapters.rank"),
     ],
 )
 def test_settings_that_need_others_say_which(tmp_path: Path, sections: str, message: str) -> None:
-    assert message in mistakes(tmp_path, MINIMAL + sections)
+    own = "own engine (vllm)" in message
+    assert message in mistakes(tmp_path, MINIMAL.replace(PATH, PATH + "    engine: vllm\n" * own) + sections)
+
+
+@pytest.mark.parametrize(
+    ("own", "deploy", "engines"),
+    [
+        ("", "", ["vllm", "vllm"]),
+        ("engine: transformers", "", ["transformers", "vllm"]),
+        ("engine: vllm", "", ["vllm", "vllm"]),
+        ("engine: vllm", "deploy: {engine: transformers}\n", ["vllm", "transformers"]),
+    ],
+)
+def test_a_model_may_have_an_engine_of_its_own(tmp_path: Path, own: str, deploy: str, engines: list[str]) -> None:
+    pool = load_pool(write(tmp_path, MINIMAL.replace(PATH, f"{PATH}    {own}\n") + deploy))
+    assert pool.engines == dict(zip(("legal", "medical"), engines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("own", "deploy", "remedy"),
+    [
+        ("transformers", "{plugin: false}", "set deploy.engine: transformers"),  # the other is vLLM's
+        ("vllm", "{engine: transformers, plugin: false}", "set engine: transformers"),
+    ],
+)
+def test_residuals_are_applied_by_the_engine_of_every_model(tmp_path: Path, own: str, deploy: str, remedy: str) -> None:
+    text = MINIMAL.replace(PATH, f"{PATH}    engine: {own}\n") + "search: {strategy: ladder}\n"
+    found = mistakes(tmp_path, f"{text}merging: {{residuals: low_rank}}\ndeploy: {deploy}\n")
+    assert "merging.residuals: low_rank is not applied by vLLM with deploy.plugin: false" in found and remedy in found
+
+
+def test_engines_that_are_none_are_told_at_their_line(tmp_path: Path) -> None:
+    found = mistakes(tmp_path, MINIMAL.replace(PATH, PATH + "    engine: [vllm]\n"))
+    assert "pool.yaml:5: models[0].engine must be 'vllm' or 'transformers'" in found
 
 
 @pytest.mark.parametrize("deploy", ["", "deploy: {engine: transformers}\n", "deploy: {engine: vllm, plugin: true}\n"])

@@ -36,6 +36,8 @@ RANKS = (
     "shifts its rows; =: identical in other models from the start; -: shared with none."
 )
 
+SLOTS = "A slot is one weight matrix of one model. Those listed here stay the model's own without having been tried."
+
 STOCK = (
     "Models whose tensors are all the same but for residuals are adapters of one base: one stock vLLM serves it with "
     "all of them. Its files are links to those of the models, so it takes no bytes. A model that is no adapter "

@@ -35,7 +35,11 @@ def holdout_chart(holdouts: Mapping[str, HoldoutScore]) -> Figure:
         axes.hlines(y, task.low / task.budget, task.high / task.budget, color=colour, linewidth=2)
         marker = "o" if task.within_budget else "X"
         face = colour if task.certified or not task.within_budget else style.PAPER
-        axes.plot(task.difference / task.budget, y, marker, color=colour, mfc=face, mew=1.6, markersize=7)
+        change = task.difference / task.budget
+        edge = max(-reach, min(change, reach))
+        if edge != change:  # a mark out of sight would look like a model that was not measured
+            marker = ">" if change > 0 else "<"
+        axes.plot(edge, y, marker, color=colour, mfc=face, mew=1.6, markersize=7)
         axes.text(
             1.02,
             y,

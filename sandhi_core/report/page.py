@@ -1,11 +1,12 @@
 """The rows of a report's tables and its first sentences: records turned into words, before any markup."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from sandhi_core.adapters import summary as stock_summary
-from sandhi_core.records import HoldoutTask, OperatingPoint, Trajectory
+from sandhi_core.records import Groups, HoldoutTask, OperatingPoint, Trajectory
 from sandhi_core.report import notes
 from sandhi_core.report.data import ReportData, SlotState
 from sandhi_core.words import NOT_MEASURED, count, number, percent, signed, size, yes
@@ -41,7 +42,7 @@ class Tile:
     tone: Tone
 
 
-def _row(*cells: str | Cell) -> tuple[Cell, ...]:
+def row(*cells: str | Cell) -> tuple[Cell, ...]:
     return tuple(c if isinstance(c, Cell) else Cell(c) for c in cells)
 
 
@@ -79,7 +80,8 @@ def _memory_tile(data: ReportData) -> Tile:
         return Tile("In memory", NOT_MEASURED, "no processes have been compared", "open")
     saved = data.proof.verified_memory
     before = sum(p.pss + p.unmapped for p in data.proof.memory.originals)
-    text = f"{size(saved)} of {size(before)}, measured in {data.proof.memory.engine} processes"
+    engine = data.proof.memory.engine.partition(" (")[0]  # how it was started is for the record
+    text = f"{size(saved)} of {size(before)}, measured in processes of {engine}"
     return Tile("In memory", percent(saved, before), text, "good" if data.proof.passed else "bad")
 
 
@@ -131,10 +133,10 @@ def stock_table(data: ReportData) -> Table | None:
     for base in plan.bases if plan else ():
         for model, adapter in base.adapters.items():
             rank = str(adapter.rank) if adapter.directory else "the base itself"
-            rows.append(_row(model, base.directory, rank, f"{adapter.nbytes:,}", "-", "-", "-"))
+            rows.append(row(model, base.directory, rank, f"{adapter.nbytes:,}", "-", "-", "-"))
     for model, why in plan.ordinary.items() if plan else ():
         whole = f"{why.count:,} ({size(why.nbytes)})" if why.count else "-"
-        rows.append(_row(model, "-", "-", "-", why.reason, why.first or "-", whole))
+        rows.append(row(model, "-", "-", "-", why.reason, why.first or "-", whole))
     said = (*notes.STOCK, *_engines(data))
     return Table("Models as adapters that stock servers take", columns, tuple(rows), notes=said)
 
@@ -168,9 +170,9 @@ def models_table(data: ReportData) -> Table:
         for entry in model.tasks:
             if holdout is None or entry.task not in holdout.tasks:
                 gaps = [Cell(NOT_MEASURED, "open"), *(Cell("-") for _ in range(3))]
-                rows.append(_row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-", "-"))
+                rows.append(row(model.name, entry.task, entry.metric, *gaps, f"{entry.budget:g}", "-", "-", "-"))
                 continue
-            rows.append(_row(model.name, entry.task, entry.metric, *_measured(holdout.tasks[entry.task])))
+            rows.append(row(model.name, entry.task, entry.metric, *_measured(holdout.tasks[entry.task])))
     return Table(
         "Every model on questions never used before (holdout)",
         columns,
@@ -182,7 +184,7 @@ def models_table(data: ReportData) -> Table:
 def _measured(task: HoldoutTask) -> tuple[Cell, ...]:
     within = Cell(yes(task.within_budget), "good" if task.within_budget else "bad")
     interval = f"{signed(task.low)} to {signed(task.high)}"
-    return _row(
+    return row(
         number(task.original),
         number(task.merged),
         signed(task.difference),
@@ -208,12 +210,12 @@ def bytes_table(data: ReportData) -> Table:
         ("verified in memory", proof.verified_memory if proof else None),
     ]
     rows = [
-        _row(name, Cell(NOT_MEASURED, "open"), "-", "-")
+        row(name, Cell(NOT_MEASURED, "open"), "-", "-")
         if n is None
-        else _row(name, size(n), f"{n:,}", percent(n, whole))
+        else row(name, size(n), f"{n:,}", percent(n, whole))
         for name, n in found
     ]
-    return Table("The pool's bytes", ("bytes", "size", "exactly", "of all checkpoints"), tuple(rows), notes=notes.BYTES)
+    return Table("The pool's bytes", ("what", "size", "in bytes", "of all checkpoints"), tuple(rows), notes=notes.BYTES)
 
 
 def points_table(data: ReportData) -> Table:
@@ -228,7 +230,7 @@ def points_table(data: ReportData) -> Table:
 def _point(p: OperatingPoint, frontier: str) -> tuple[Cell, ...]:
     saved = p.savings
     share = percent(saved.net, saved.checkpoint_bytes)
-    return _row(p.name, p.criterion, size(saved.net), share, number(max(p.drops.values())), frontier)
+    return row(p.name, p.criterion, size(saved.net), share, number(max(p.drops.values())), frontier)
 
 
 def trajectories_table(data: ReportData) -> Table:
@@ -251,7 +253,7 @@ def trajectories_table(data: ReportData) -> Table:
         print_, walk = data.fingerprints.get(model), data.trajectories.get(model)
         cut, holdout = data.cutoffs.get(model), data.holdouts.get(model)
         rows.append(
-            _row(
+            row(
                 model,
                 str(print_.layers) if print_ else "-",
                 size(print_.nbytes) if print_ else "-",
@@ -276,7 +278,7 @@ def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
     for state in every.values():
         found.setdefault((state.slot.layer, state.slot.component, state.holders, state.state), []).append(state)
     rows = [
-        _row(
+        row(
             f"{layer} {component}",
             ", ".join(s.slot.projection for s in slots),
             ", ".join(holders),
@@ -291,10 +293,14 @@ def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
 
 def excluded_table(data: ReportData) -> Table:
     """Slots that were never proposed, counted by reason."""
-    counts = Counter((e.model, e.reason) for g in data.groups.values() for e in g.excluded)
-    rows = [_row(model, reason, str(n)) for (model, reason), n in sorted(counts.items())]
     grouped = all(model.name in data.plans for model in data.pool.models)  # plans are made from the groups
-    return Table("Slots in no group", ("model", "reason", "slots"), tuple(rows), _empty(grouped))
+    rows = excluded_rows(data.groups.values())
+    return Table("Slots in no group", ("model", "reason", "slots"), rows, _empty(grouped), (notes.SLOTS,))
+
+
+def excluded_rows(groups: Iterable[Groups]) -> tuple[tuple[Cell, ...], ...]:
+    counts = Counter((e.model, e.reason) for g in groups for e in g.excluded)
+    return tuple(row(model, reason, str(n)) for (model, reason), n in sorted(counts.items()))
 
 
 def _empty(known: bool) -> str:

@@ -138,6 +138,41 @@ def print_build(document: Mapping[str, Any]) -> None:
     console.print(f"Ran {ran}; {count(scored, 'evaluation')}." if ran else "Nothing was stale, nothing ran.")
 
 
+_GARBAGE = {
+    "export": "exports",
+    "record": "records of models and pools that are gone",
+    "report": "reports of pools that are gone",
+    "spectrum": "decomposed differences (spectra/)",
+    "inputs": "moments of inputs (inputs/)",
+    "recipe": "notes of recipes",
+    "tensor": "shared tensors and residuals (store/)",
+}
+
+
+def print_garbage(document: Mapping[str, Any]) -> None:
+    """What goes by kind with what it frees, each export by itself, and what stays and why; problems on standard
+    error."""
+    _problems(document["problems"])
+    console = _console()
+    found, sizes = Counter[str](), Counter[str]()
+    for removal in document["removals"]:
+        found[removal["kind"]] += 1
+        sizes[removal["kind"]] += removal["bytes"]
+    if found:
+        rows = [(words, str(found[kind]), size(sizes[kind])) for kind, words in _GARBAGE.items() if found[kind]]
+        title = "Removed" if document["applied"] else "What `--apply` would remove"
+        console.print(_table(title, ("what", "number", "frees"), rows, words=1))
+    moved = [(r["path"], size(r["bytes"])) for r in document["removals"] if r["kind"] == "export"]
+    if moved:
+        console.print(_table("Exports that go", ("export", "frees"), moved, words=1))
+    if document["kept"]:
+        stays = [(export["path"], export["why"]) for export in document["kept"]]
+        console.print(_table("Exports that stay", ("export", "why"), stays, words=2))
+    if document["others"]:
+        console.print(f"Not looked at: pools {', '.join(document['others'])} (--gone: these are no more)")
+    console.print(f"{'Freed' if document['applied'] else 'Would free'} {size(document['freed'])}.")
+
+
 def _stock(console: Console, plan: Mapping[str, Any], claimed: int) -> None:
     console.print(Text(f"Stock adapters: {plan['told']}."))
     for base, models in plan["bases"].items():

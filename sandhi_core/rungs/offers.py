@@ -17,6 +17,7 @@ from torch import Tensor
 from sandhi_core.architectures import ARCHITECTURES
 from sandhi_core.assignment import Assignment, factor_names, vector_names
 from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.errors import MergeError
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, nbytes
@@ -139,7 +140,7 @@ class Offers:
         if own.digest == recipe.taken:  # nothing differs
             return self._candidate(name, recipe, torch.zeros(min(own.shape), dtype=torch.float64))
         shared = self._shared(recipe)
-        found = kept(_short(self._file(name, shared)))
+        found = kept(short_file(self._file(name, shared)))
         if found is None:
             _, found = self._spectrum(name, shared, affine=False)
         return self._candidate(name, recipe, found["squares"])
@@ -148,7 +149,7 @@ class Offers:
         """Keep of a spectrum that is not to be used only what bids need: it takes as much as the slot itself."""
         file = self._file(name, self._shared(recipe))
         if found := kept(file):
-            keep(_short(file), {"squares": found["squares"]})
+            keep(short_file(file), {"squares": found["squares"]})
             file.unlink(missing_ok=True)
 
     def _candidate(self, name: str, recipe: Recipe, squares: Tensor) -> Candidate:
@@ -192,17 +193,32 @@ class Offers:
         found = kept(file)
         if found is None:
             found = compared(self._checkpoint.tensor(name), self._store.tensor(shared))
+            if any(bool(part.isnan().any()) for part in found.values()):
+                raise MergeError(
+                    "its difference from the shared tensor is no number: both are too large to be compared",
+                    model=self._fingerprint.model,
+                    tensor=name,
+                    remedy="leave this model out of the pool, or set merging.residuals: none",
+                )
             keep(file, found)
         return file, found
 
     def _file(self, name: str, shared: str, *how: str) -> Path:
         own = self._fingerprint.tensor(name).digest
-        return self._folder / f"{digest_of([LADDER_VERSION, own, shared, self._inputs.key, name, *how])}.safetensors"
+        return self._folder / spectrum_file(own, shared, self._inputs.key, name, *how)
+
+
+def spectrum_file(own: str, shared: str, inputs: str, name: str, *how: str) -> str:
+    """What the file with the spectrum of a tensor's difference from a shared one is called: `own` and `shared` are
+    their digests, `inputs` is the key of the inputs that weigh it, `name` the tensor's, `how` ("affine") once rows are
+    scaled and shifted."""
+    return f"{digest_of([LADDER_VERSION, own, shared, inputs, name, *how])}.safetensors"
 
 
 TOLD_EVERY = 30.0
 """Seconds between two lines about how far it is."""
 
 
-def _short(file: Path) -> Path:
+def short_file(file: Path) -> Path:
+    """Beside a spectrum, or in its place, what of it bids need."""
     return file.with_suffix(".squares")

@@ -2,8 +2,8 @@
 
 import io
 import json
-from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,41 @@ import pytest
 import yaml
 
 from sandhi_core.__main__ import main
+from sandhi_core.records import MemoryComparison
 from sandhi_core.serving.engines import PYTHON
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama
 
 
 @pytest.fixture(autouse=True)
-def own_dagster_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_dagster_home() -> Iterator[None]:
     """Each root keeps its own Dagster instance, whatever was set before (the command line sets it)."""
-    monkeypatch.setenv("DAGSTER_HOME", "unset")
-    monkeypatch.delenv("DAGSTER_HOME")
+    with without_home():
+        yield
+
+
+@contextmanager
+def without_home() -> Iterator[None]:
+    """No DAGSTER_HOME; what is set inside is gone afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DAGSTER_HOME", "unset")
+        patch.delenv("DAGSTER_HOME")
+        yield
+
+
+@pytest.fixture
+def only_the_line() -> Iterator[None]:
+    """Other tests measure memory, in processes that take seconds to start."""
+    with nothing_measured():
+        yield
+
+
+@contextmanager
+def nothing_measured() -> Iterator[None]:
+    enough = MemoryComparison(engine="not measured in this test", originals=(), exports=(), shared=2**40, saved=2**40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("assets.sharing_proof.compare", lambda *_, **__: enough)
+        yield
 
 
 def sandhi(*arguments: object, vllm: Path | None = None) -> tuple[int, str, str]:
@@ -73,14 +98,26 @@ PoolWriter = Callable[..., Path]
 
 @pytest.fixture
 def tiny_pool(tmp_path: Path) -> PoolWriter:
+    return pool_writer(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_line(tmp_path_factory: pytest.TempPathFactory) -> Line:
+    """A pool of two random models, built. Tests may build it again and must leave it finished."""
+    folder = tmp_path_factory.mktemp("tiny")
+    pool = pool_writer(folder)(["a", "b"], owners=["team:letters"])
+    return Line(pool, folder / "root", built(pool, folder / "root"))
+
+
+def pool_writer(folder: Path) -> PoolWriter:
     """Writes a pool of random models that all answer one small task; calling it again edits the file."""
-    choice_task(tmp_path / "tasks")
+    choice_task(folder / "tasks")
 
     def write(models: Iterable[str], budget: float = 0.9, **sections: Any) -> Path:
         for name in models:
-            if not (tmp_path / name).exists():
+            if not (folder / name).exists():
                 width = {"hidden_size": 64} if name.startswith("wide") else {}
-                tiny_llama(tmp_path / name, seed=sum(map(ord, name)), **width)
+                tiny_llama(folder / name, seed=sum(map(ord, name)), **width)
         pool = {
             "name": "tiny",
             "models": [
@@ -89,7 +126,7 @@ def tiny_pool(tmp_path: Path) -> PoolWriter:
             ],
             "evaluation": {"include_path": "tasks", "dtype": "float32", "device": "cpu", "threads": 1},
         } | sections
-        path = tmp_path / "tiny.yaml"
+        path = folder / "tiny.yaml"
         path.write_text(yaml.safe_dump(pool))
         return path
 

@@ -120,6 +120,28 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
         on(name)
 
 
+def test_devices_of_this_machine_are_none_of_a_cluster_s(
+    on: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDHI_DEVICES", "cuda:0,cuda:1")
+    with pytest.raises(UsageError, match="unset it"):
+        on("ray")
+    assert on() is None
+
+
+@pytest.mark.parametrize(("cluster", "slots"), [(None, [1]), (Cluster({}), [])])
+def test_the_sensor_leaves_the_slots_of_a_cluster_to_its_instance(
+    cluster: Cluster | None, slots: list[int], tiny_pool: PoolWriter, tmp_path: Path
+) -> None:
+    pool = tiny_pool(["a"])
+    definitions = build_definitions(load_catalogue([pool]), Settings(pool, tmp_path / "root"), cluster=cluster)
+    sensor = definitions.get_repository_def().get_sensor_def("rebuild_stale")
+    with dg.DagsterInstance.ephemeral() as instance:
+        tick = sensor.evaluate_tick(dg.build_sensor_context(instance, definitions=definitions))
+        assert {request.job_name for request in tick.run_requests or []} == {"build_checkpoint"}
+        assert [pool.limit for pool in instance.event_log_storage.get_pool_limits()] == slots
+
+
 # --- the libraries' verdicts -------------------------------------------------------------------------------------
 
 

@@ -122,7 +122,7 @@ def test_every_model_and_task_has_its_row(page: Page) -> None:
 
 def test_claimed_and_verified_bytes_are_told_apart(data: ReportData, page: Page) -> None:
     assert data.proof is not None
-    rows = {r["bytes"]: r["exactly"].replace(",", "") for r in page.table("The pool's bytes")}
+    rows = {r["what"]: r["in bytes"].replace(",", "") for r in page.table("The pool's bytes")}
     assert rows == {
         "all checkpoints": str(data.proof.checkpoint_bytes),
         "exact duplicates": str(data.proof.duplicates),
@@ -197,7 +197,7 @@ def test_without_a_proof_bytes_are_only_claimed(data: ReportData, tmp_path: Path
     page = Page(
         write_report(tmp_path, replace(data, proof=None, manifest=None, profiles={}, trajectories={})).read_text()
     )
-    rows = {r["bytes"]: r["size"] for r in page.table("The pool's bytes")}
+    rows = {r["what"]: r["size"] for r in page.table("The pool's bytes")}
     assert rows["verified on disk"] == rows["verified in memory"] == "not measured"
     assert rows["claimed"] != "not measured"
     assert "claimed and not verified" in page.words

@@ -1,0 +1,75 @@
+"""`sandhi gc`: what the artifact root holds for nobody, told, and removed where that is asked for."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from pipelines.settings import Settings
+from sandhi_core.artifacts import Artifacts
+from sandhi_core.catalogue import load_catalogue
+from sandhi_core.errors import Problem, SandhiError, StoreError, UsageError
+from sandhi_core.garbage.in_use import InUse, look
+from sandhi_core.garbage.plan import Garbage, garbage
+from sandhi_core.garbage.removal import freed, remove
+from sandhi_core.garbage.using import alone
+from sandhi_core.graph import Catalogue
+
+
+def collect(path: Path, root: Path, *, keep: int = 1, gone: bool = False, apply: bool = False) -> dict[str, Any]:
+    """What goes from the artifact root of a pool file, or of all in a directory; with `apply` it is gone then.
+
+    Raises UsageError where there is no pool file, PoolError for one that cannot be read (nothing is removed then),
+    StoreError where nothing was built in the root, where a build or a stage runs in it, or for what cannot be removed.
+    """
+    files = Settings(path, root).pool_files()
+    if not files:
+        raise UsageError("the directory holds no pool file (*.yaml)", file=str(path), remedy="name a pool file")
+    catalogue = load_catalogue(files)
+    artifacts = Settings(path, root).artifacts()
+    if not (root / "records").is_dir():
+        remedy = "give the --root in which the pools were built"
+        raise StoreError("nothing was built in this artifact root", file=str(root), remedy=remedy)
+    with alone(artifacts) if apply else nullcontext():
+        inputs, problems = _inputs(catalogue, artifacts)
+        in_use = look()
+        found = garbage(catalogue, artifacts, in_use, keep=keep, gone=gone, inputs=inputs)
+        sizes = freed(found.removals)
+        if apply:
+            remove(root, found.removals)
+    problems += _warnings(found, in_use)
+    return {
+        "ok": True,
+        "problems": [problem.model_dump(mode="json") for problem in problems],
+        "applied": apply,
+        "freed": sum(sizes),
+        "removals": [
+            {"kind": removal.kind, "path": str(removal.path), "bytes": size}
+            for removal, size in zip(found.removals, sizes, strict=True)
+        ],
+        "kept": [{"path": str(export.path), "why": export.why} for export in found.kept],
+        "others": list(found.others),
+    }
+
+
+def _inputs(catalogue: Catalogue, artifacts: Artifacts) -> tuple[dict[str, str] | None, list[Problem]]:
+    """By model what its inputs are kept under; None where that cannot be told of one."""
+    if not any((artifacts.root / folder).is_dir() for folder in ("inputs", "spectra")):
+        return {}, []
+    from resources.bench import Bench  # loads lm-eval
+
+    bench = Bench(catalogue, artifacts, lambda model, seconds: None)
+    try:
+        models = [m for m in catalogue.keys("model") if artifacts.envelope(("checkpoint", m)) is not None]
+        return {model: bench.inputs(model).key for model in models}, []
+    except SandhiError as error:
+        told = f"what is kept in inputs/ and spectra/ stays: {error.problem.message}"
+        return None, [error.problem.model_copy(update={"severity": "warning", "message": told})]
+
+
+def _warnings(found: Garbage, in_use: InUse) -> list[Problem]:
+    exports = any(removal.kind == "export" for removal in found.removals)
+    if not in_use.unseen or not exports:
+        return []
+    message = f"what {in_use.unseen} processes of other users map is not known"
+    remedy = "run as root where servers belong to another user; a server keeps what it maps, and cannot start again"
+    return [Problem(code="unseen", severity="warning", message=message, remedy=remedy)]

@@ -1,0 +1,45 @@
+"""When the code location must be loaded anew, and how: partitions and schedules come from pool files as it loads."""
+
+import json
+from urllib.request import Request, urlopen
+
+from sandhi_core.graph import STAGES, Catalogue
+
+BY_HAND = "reload it: in the UI under Deployment, Code locations"
+TIMEOUT = 120.0  # seconds; loading imports torch
+
+_RELOAD = """
+mutation ($name: String!) {
+  reloadRepositoryLocation(repositoryLocationName: $name) {
+    __typename
+    ... on WorkspaceLocationEntry { locationOrLoadError { __typename ... on PythonError { message } } }
+    ... on PythonError { message }
+  }
+}
+"""
+
+
+def outdated(loaded: Catalogue, current: Catalogue) -> bool:
+    """Whether pool files name other pools, models or times of rebuilding than those that were loaded."""
+    return _loaded(loaded) != _loaded(current)
+
+
+def _loaded(catalogue: Catalogue) -> tuple[list[tuple[str, ...]], dict[str, str | None]]:
+    keys = [catalogue.keys(stage.scope) for stage in STAGES.values()]
+    return keys, {name: pool.rebuild for name, pool in catalogue.pools.items()}
+
+
+def reload_location(webserver: str, name: str) -> str:
+    """Have the webserver at this address load the code location anew; says what came of it."""
+    asked = json.dumps({"query": _RELOAD, "variables": {"name": name}}).encode()
+    request = Request(f"{webserver.rstrip('/')}/graphql", asked, {"Content-Type": "application/json"})
+    try:
+        with urlopen(request, timeout=TIMEOUT) as reply:
+            found = json.load(reply)["data"]["reloadRepositoryLocation"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"the webserver at {webserver} did not reload the code location ({error}): {BY_HAND}"
+    result = found.get("locationOrLoadError") or found
+    if result["__typename"] != "RepositoryLocation":
+        said = result.get("message", result["__typename"]).strip()
+        return f"the webserver at {webserver} could not reload the code location ({said}): {BY_HAND}"
+    return "the code location is reloaded"

@@ -1,0 +1,71 @@
+"""Which files and directories running processes use, as far as /proc tells. Linux only."""
+
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePath
+
+
+@dataclass(frozen=True)
+class InUse:
+    """`mapped`: inode to the processes that map a file with it, each with the path that it was opened by; on which
+    device does not count, because some file systems tell another one of a mapping than of the file. `commands`:
+    process to its command line. `unseen`: how many processes belong to others, so that what they map is not known."""
+
+    mapped: Mapping[int, Collection[tuple[int, str]]]
+    commands: Mapping[int, str]
+    unseen: int
+
+    def of(self, directory: Path, inodes: Collection[int]) -> str | None:
+        """How a directory with files of these inodes is in use, in words; None where it is not."""
+        for inode in inodes:
+            for pid, path in self.mapped.get(inode, ()):
+                if not _of_another(PurePath(path), directory):
+                    return f"mapped by process {pid}"
+        for pid, command in self.commands.items():
+            if str(directory) in command:
+                return f"named in the command of process {pid}"
+        return None
+
+
+def _of_another(path: PurePath, directory: Path) -> bool:
+    """Whether a file was opened in a directory beside this one: exports have files in common. A container may see
+    both elsewhere, under the same last names."""
+    parts = path.parts
+    return any(
+        home == directory.parent.name and len(name) == len(directory.name) and name != directory.name
+        for home, name in pairwise(parts)
+    )
+
+
+def look(processes: Iterable[Path] | None = None) -> InUse:
+    """Look at all other processes (by default those below /proc)."""
+    mapped: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    commands: dict[int, str] = {}
+    unseen = 0
+    for process in processes if processes is not None else Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
+        if pid == os.getpid():
+            continue
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if not command:  # threads of the kernel have none, and map nothing
+                continue
+            commands[pid] = command
+            for inode, path in _files(process / "maps"):
+                mapped[inode].add((pid, path))
+        except PermissionError:
+            unseen += 1
+        except OSError:  # ended meanwhile
+            continue
+    return InUse(mapped, commands, unseen)
+
+
+def _files(maps: Path) -> Iterator[tuple[int, str]]:
+    """Inode and path, the fifth and sixth column of proc_pid_maps(5); memory without a file has inode 0."""
+    for line in maps.read_text(errors="replace").splitlines():
+        inode, *path = line.split(maxsplit=5)[4:]
+        if inode != "0":
+            yield int(inode), path[0] if path else ""
