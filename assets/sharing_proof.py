@@ -9,12 +9,12 @@ from typing import Any
 from assets.pictures import picture
 from assets.stage import Job, Outcome, StageAsset
 from assets.tables import table
-from assets.verdicts import CHECKS, maps, verdicts
+from assets.verdicts import CHECKS, mapping, verdicts
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.claims import least_in_memory
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
 from sandhi_core.layout import DEPLOYMENT, read_manifest
-from sandhi_core.pool import DeploySettings, Pool
+from sandhi_core.pool import Engine, Pool
 from sandhi_core.records import (
     Evaluation,
     HoldoutScore,
@@ -27,7 +27,7 @@ from sandhi_core.records import (
 )
 from sandhi_core.report import pictures
 from sandhi_core.report.stages import processes_table
-from sandhi_core.serving.engines import PYTHON, Engine, python_of
+from sandhi_core.serving.engines import PYTHON, python_of
 from sandhi_core.serving.measure import compare
 from sandhi_core.sharing import prove
 
@@ -44,7 +44,7 @@ def run(job: Job) -> Outcome:
     deployed = bench.artifacts.load(OperatingPoints, "operating_points", job.key).deployed
     assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
     merged = bench.artifacts.load(MergedWeights, "merged_weights", job.key)
-    engine, python = proving(pool.deploy)
+    engines, python = proving(pool)
     # What was deployed before must not outlive a proof that fails now.
     (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
     record = prove(
@@ -56,11 +56,12 @@ def run(job: Job) -> Outcome:
         deployed.savings,
         {m: _scored(job, m, held) for m, held in assignments.items()},
         answers,
-        partial(compare, engine=engine, python=python),
+        partial(compare, engine=engines, python=python),
     )
     holdouts = bench.deployed_holdouts(job.key)
     least = least_in_memory(record.claimed, read_manifest(bench.artifacts.root / merged.export))
-    return Outcome(record, _metadata(pool, record, deployed, holdouts), verdicts(pool, record, least, holdouts, engine))
+    found = verdicts(pool, record, least, holdouts, engines)
+    return Outcome(record, _metadata(pool, record, deployed, holdouts), found)
 
 
 def _metadata(
@@ -82,14 +83,15 @@ def _metadata(
     }
 
 
-def proving(deploy: DeploySettings) -> tuple[Engine, str]:
-    """What the memory of a pool's export is proved with, and its Python: the engine that it is deployed on where that
-    maps shared tensors and this machine says by the environment variable where it is, else transformers. The record of
-    the proof says which it was: what one engine shares is no claim for another."""
+def proving(pool: Pool) -> tuple[dict[str, Engine], str]:
+    """What the memory of a pool's export is proved with, by model, and vLLM's Python: the engine that a model is
+    deployed on where that maps shared tensors and this machine says by the environment variable where it is, else
+    transformers. The record of the proof says which it was: what one engine shares is no claim for another."""
     python = os.environ.get(PYTHON, "")
-    if maps(deploy) and python:
-        return "vllm", python_of("vllm", python)
-    return "transformers", ""
+    mapped = mapping(pool)
+    if not (mapped and python):
+        return dict.fromkeys(pool.engines, "transformers"), ""
+    return {model: "vllm" if model in mapped else "transformers" for model in pool.engines}, python_of("vllm", python)
 
 
 def _scored(job: Job, model: str, assignment: Assignment) -> Evaluation:

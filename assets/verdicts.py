@@ -6,11 +6,11 @@ from typing import Any
 from assets.stage import Check
 from assets.tables import table
 from sandhi_core.cutoffs import EPSILON
-from sandhi_core.pool import DeploySettings, Pool
+from sandhi_core.pool import Engine, Pool
 from sandhi_core.records import HoldoutScore, SharingProof
 from sandhi_core.report import ReportData, page
 from sandhi_core.report.stages import processes_table
-from sandhi_core.serving.engines import PYTHON, Engine
+from sandhi_core.serving.engines import PYTHON
 from sandhi_core.words import count, percent, size
 
 CHECKS: Mapping[str, str] = {
@@ -27,16 +27,21 @@ CHECKS: Mapping[str, str] = {
 
 
 def verdicts(
-    pool: Pool, proof: SharingProof, least: int, holdouts: Mapping[str, HoldoutScore], engine: Engine
+    pool: Pool,
+    proof: SharingProof,
+    least: int,
+    holdouts: Mapping[str, HoldoutScore],
+    engines: Mapping[str, Engine],
 ) -> tuple[Check, ...]:
-    """All checks of a proof. `least`: the bytes that processes must save; `holdouts`: those of the deployed point."""
+    """All checks of a proof. `least`: the bytes that processes must save; `holdouts`: those of the deployed point;
+    `engines`: what each model's memory was measured with."""
     return (
         _exported_is_scored(proof),
         within_budget(pool, holdouts),
         certified(pool, holdouts),
         _bytes_on_disk(proof),
         _bytes_in_memory(proof, least),
-        measured_as_deployed(pool.deploy, engine),
+        measured_as_deployed(pool, engines),
     )
 
 
@@ -122,15 +127,16 @@ def _bytes_in_memory(proof: SharingProof, least: int) -> Check:
     return Check("bytes_in_memory", passed, told if measured else memory.engine, numbers)
 
 
-def maps(deploy: DeploySettings) -> bool:
-    """Whether servers of the deployment are vLLM with shared tensors mapped."""
-    return deploy.engine == "vllm" and deploy.plugin and deploy.adapters is None
+def mapping(pool: Pool) -> list[str]:
+    """The models whose servers are vLLM with shared tensors mapped."""
+    maps = pool.deploy.plugin and pool.deploy.adapters is None
+    return [model for model, engine in pool.engines.items() if maps and engine == "vllm"]
 
 
-def measured_as_deployed(deploy: DeploySettings, engine: Engine) -> Check:
+def measured_as_deployed(pool: Pool, engines: Mapping[str, Engine]) -> Check:
     """No fingerprint knows where engines lie, so this is said rather than made stale."""
-    told = f"memory was measured with {engine}"
-    if maps(deploy) and engine != "vllm":
+    told = f"memory was measured with {' and '.join(sorted(set(engines.values())))}"
+    if any(engines[model] != "vllm" for model in mapping(pool)):
         remedy = f"name the Python of a vLLM with this package by {PYTHON} and materialise sharing_proof again"
         return Check("measured_as_deployed", False, f"{told}, the pool is deployed on vLLM: {remedy}", warning=True)
     return Check("measured_as_deployed", True, told, warning=True)

@@ -7,6 +7,7 @@ from typing import Any
 from pipelines.headless import build
 from pipelines.progress import Progress
 from pipelines.reporting import report_pool
+from pipelines.scratch import SCRATCH
 from pipelines.settings import Settings
 from sandhi_core.adapters import summary as stock_summary
 from sandhi_core.artifacts import Artifacts
@@ -31,6 +32,8 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     problems: list[Problem] = []
     expected: dict[Node, int] = {}
     with artifacts.lock():  # before anything that takes long
+        artifacts.sweep()
+        artifacts.directory(SCRATCH)
         if regroup or Planner(catalogue, artifacts).schedule().frontier:
             from pipelines.checking import examine  # loads lm-eval, which a build with nothing to do need not wait for
 
@@ -52,14 +55,15 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     }
 
 
-def dry_run(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
-    """What a build would run (`stale`), what that may make stale (`waiting`), and the cost of both at most."""
+def dry_run(file: Path, root: Path, *, regroup: bool = False, headers_only: bool = False) -> dict[str, Any]:
+    """What a build would run (`stale`), what that may make stale (`waiting`), and the cost of both at most.
+    `headers_only`: as checking.check."""
     catalogue = load_catalogue([file])
     artifacts = Settings(file, root).artifacts()
     schedule = Planner(catalogue, artifacts).schedule(catalogue.regrouped(regroup))
     from pipelines.checking import check
 
-    findings = check(file, root, regroup=regroup)
+    findings = check(file, root, regroup=regroup, headers_only=headers_only)
     return {
         "ok": findings["ok"],
         "problems": findings["problems"],

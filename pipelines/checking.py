@@ -1,13 +1,15 @@
 """`sandhi check`: everything that must hold before the first evaluation, and what a build would cost."""
 
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipelines.progress import REPEAT_SECONDS
+from pipelines.progress import Reading
+from pipelines.scratch import SCRATCH
 from pipelines.settings import Settings
-from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.catalogue import Planner, load_catalogue, weight_bytes
+from sandhi_core.codes import rank
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import costs, forecast
@@ -19,6 +21,7 @@ from sandhi_core.pool_problems import Loc, shown_path
 from sandhi_core.preflight import check_base, check_model, check_pool
 from sandhi_core.preflight_pool import task_folder_is_missing
 from sandhi_core.records import Fingerprint, Split
+from sandhi_core.words import size
 
 # What a problem is about in the pool file, below its model's entry or at the top; others are about the whole.
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -40,30 +43,36 @@ class Findings(NamedTuple):
     evaluations: dict[Node, int]
 
 
-def check(file: Path, root: Path, *, regroup: bool = False) -> dict[str, Any]:
+def check(file: Path, root: Path, *, regroup: bool = False, headers_only: bool = False) -> dict[str, Any]:
     """All problems of all models of a pool at once, worst first, and the cost of building it.
 
     Every weight is read once; digests and statistics are kept, so that a build does not read them again. `regroup`:
-    the cost of a build that forms the groups anew. Says on standard error what takes long.
+    the cost of a build that forms the groups anew. `headers_only`: read no weights, and warn of it. Says on standard
+    error what takes long.
     """
-    return examine(file, root, regroup=regroup).document
+    return examine(file, root, regroup=regroup, headers_only=headers_only).document
 
 
-def examine(file: Path, root: Path, *, regroup: bool = False) -> Findings:
+def examine(file: Path, root: Path, *, regroup: bool = False, headers_only: bool = False) -> Findings:
     """As `check`, with the cost node by node."""
     catalogue = load_catalogue([file])
     document = read_document(file)
     (pool,) = catalogue.pools.values()
     settings = Settings(file, root)
-    problems, fingerprints = _models(pool, settings.artifacts().directory("scans"))
+    settings.artifacts().directory(SCRATCH)
+    scans = settings.artifacts().directory("scans")
+    files = [weight_bytes(entry) for entry in pool.models] + [weight_bytes(base) for base in pool.bases]
+    reading = Reading(0 if headers_only else sum(files), sys.stderr)
+    problems, fingerprints = _models(pool, scans, reading, deep=not headers_only)
     task_problems, questions = _questions(pool, settings.artifacts().directory("datasets"))
     problems += task_problems
-    base_problems, bases = _bases(pool, settings.artifacts().directory("scans"))
+    base_problems, bases = _bases(pool, scans, reading, deep=not headers_only)
     problems += base_problems
+    problems += _unread(fingerprints, bases) if headers_only else ()
     problems += check_pool(pool, fingerprints, questions, root, bases)
     problems += disturbed(pool, settings.artifacts())
     problems = [_placed(problem, file, document, pool) for problem in problems]
-    problems.sort(key=lambda p: (p.severity != "error", p.model or "", p.code))
+    problems.sort(key=lambda p: (p.severity != "error", rank(p.code), p.model or ""))
     schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
     stale = [*schedule.frontier, *schedule.waiting]  # what waits for something stale is counted as stale
     answer = {
@@ -93,27 +102,42 @@ def _cost(catalogue: Catalogue, pool: Pool, fingerprints: dict[str, Fingerprint]
     return plan.model_copy(update={"groups": tuple(g for g in groups if g.models)}).model_dump(mode="json")
 
 
-def _models(pool: Pool, scans: Path) -> tuple[list[Problem], dict[str, Fingerprint]]:
+def _models(pool: Pool, scans: Path, reading: Reading, *, deep: bool) -> tuple[list[Problem], dict[str, Fingerprint]]:
     problems: list[Problem] = []
     fingerprints: dict[str, Fingerprint] = {}
     many = len(pool.models)
-    _say(f"reading the checkpoints of {many} models" if many > 1 else "reading the checkpoint")
-    said = time.monotonic()
+    _say(f"reading the checkpoints of {many} models{reading}" if many > 1 else f"reading the checkpoint{reading}")
     for number, entry in enumerate(pool.models, 1):
-        if time.monotonic() - said >= REPEAT_SECONDS:
-            said = time.monotonic()
-            _say(f"  {entry.name}, {number} of {many}")
-        found, fingerprint = check_model(entry, scans)
+        reading.about = f"{entry.name}, {number} of {many}"
+        found, fingerprint = check_model(entry, scans, deep, reading.told)
+        reading.passed()
         problems += found
         if fingerprint is not None:
             fingerprints[entry.name] = fingerprint
     return problems, fingerprints
 
 
-def _bases(pool: Pool, scans: Path) -> tuple[list[Problem], dict[str, Fingerprint]]:
-    found = {base.name: check_base(base, scans) for base in pool.bases}
-    problems = [problem for told, _ in found.values() for problem in told]
-    return problems, {name: fingerprint for name, (_, fingerprint) in found.items() if fingerprint is not None}
+def _bases(pool: Pool, scans: Path, reading: Reading, *, deep: bool) -> tuple[list[Problem], dict[str, Fingerprint]]:
+    problems: list[Problem] = []
+    fingerprints: dict[str, Fingerprint] = {}
+    for base in pool.bases:
+        reading.about = base.name
+        found, fingerprint = check_base(base, scans, deep, reading.told)
+        reading.passed()
+        problems += found
+        if fingerprint is not None:
+            fingerprints[base.name] = fingerprint
+    return problems, fingerprints
+
+
+def _unread(*found: dict[str, Fingerprint]) -> Iterator[Problem]:
+    nbytes = sum(f.nbytes for of in found for f in of.values())
+    yield Problem(
+        code="weights-unread",
+        severity="warning",
+        message=f"{size(nbytes)} of weights were not read: whether they are damaged, NaN or duplicates is unknown",
+        remedy="leave out --headers-only; a build reads them in any case, and a check that did spares it that",
+    )
 
 
 def _questions(pool: Pool, cache: Path) -> tuple[list[Problem], dict[str, dict[str, dict[Split, int]]]]:

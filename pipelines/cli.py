@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pipelines.scratch import scratch_within
 from pipelines.settings import default_root
 from sandhi_core.answering import Answer
 from sandhi_core.cli import Command
@@ -30,11 +31,26 @@ def _root(arguments: argparse.Namespace) -> Path:
         raise UsageError(f"--root {str(given)!r} is no usable path: {error}", remedy="name a directory") from None
 
 
-def _check(arguments: argparse.Namespace, answer: Answer) -> int:
-    from pipelines.checking import check
-    from sandhi_core.report.text import print_check
+def _add_headers_only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--headers-only",
+        action="store_true",
+        help="read no weights, which takes hours where there are terabytes: not whether they are damaged or NaN",
+    )
 
-    document = check(arguments.pool, _root(arguments))
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_pool(parser)
+    _add_headers_only(parser)
+
+
+def _check(arguments: argparse.Namespace, answer: Answer) -> int:
+    root = _root(arguments)
+    with scratch_within(root):
+        from pipelines.checking import check
+        from sandhi_core.report.text import print_check
+
+        document = check(arguments.pool, root, headers_only=arguments.headers_only)
     answer(document, lambda: print_check(document))
     return 0 if document["ok"] else 1
 
@@ -43,15 +59,22 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     _add_pool(parser)
     parser.add_argument("--dry-run", action="store_true", help="say what is stale and what it costs; run nothing")
     parser.add_argument("--regroup", action="store_true", help="form the groups anew, as the nightly rebuild does")
+    _add_headers_only(parser)
 
 
 def _build(arguments: argparse.Namespace, answer: Answer) -> int:
-    from pipelines.building import build_pool, dry_run
-    from sandhi_core.report.text import print_build, print_dry_run
+    file, root, regroup = arguments.pool, _root(arguments), arguments.regroup
+    if arguments.headers_only and not arguments.dry_run:
+        raise UsageError("a build reads the weights", remedy="give --headers-only with --dry-run, or to check")
+    with scratch_within(root):
+        from pipelines.building import build_pool, dry_run
+        from sandhi_core.report.text import print_build, print_dry_run
 
-    building, show = (dry_run, print_dry_run) if arguments.dry_run else (build_pool, print_build)
-    document = building(arguments.pool, _root(arguments), regroup=arguments.regroup)
-    answer(document, lambda: show(document))
+        if arguments.dry_run:
+            document = dry_run(file, root, regroup=regroup, headers_only=arguments.headers_only)
+        else:
+            document = build_pool(file, root, regroup=regroup)
+    answer(document, lambda: (print_dry_run if arguments.dry_run else print_build)(document))
     return 0 if document["ok"] else 1
 
 
@@ -61,9 +84,11 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace, answer: Answer) -> int:
-    from pipelines.reporting import report
+    root = _root(arguments)
+    with scratch_within(root):
+        from pipelines.reporting import report
 
-    paths, problems = report(arguments.pool, _root(arguments))
+        paths, problems = report(arguments.pool, root)
     for problem in problems:
         print(problem.line(), file=sys.stderr)
     found = [p.model_dump(mode="json") for p in problems]
@@ -111,7 +136,7 @@ COMMANDS: dict[str, Command] = {
     "check": Command(
         "say what is wrong with a pool and what building it would cost",
         ("sandhi check pools/demo.yaml",),
-        _add_pool,
+        _add_check,
         _check,
     ),
     "build": Command(

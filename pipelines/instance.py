@@ -18,7 +18,7 @@ from resources.devices import SCORING
 from resources.running import is_running
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.errors import StoreError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import write_atomic, writing
 
 HEADLESS_TAG = "sandhi/headless"
 
@@ -75,10 +75,11 @@ def dagster_home(root: Path) -> Path:
     """DAGSTER_HOME, or `dagster/` in the artifact root, with settings written once; those that an earlier version wrote
     are replaced, those that a person changed are not."""
     home = Path(os.environ.get("DAGSTER_HOME", root / "dagster")).resolve()
-    home.mkdir(parents=True, exist_ok=True)
     settings = home / "dagster.yaml"
-    if not settings.exists() or settings.read_bytes() == _FORMER_SETTINGS.encode():
-        write_atomic(settings, _SETTINGS.encode())
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
+        if not settings.exists() or settings.read_bytes() == _FORMER_SETTINGS.encode():
+            write_atomic(settings, _SETTINGS.encode())
     os.environ["DAGSTER_HOME"] = str(home)
     return home
 

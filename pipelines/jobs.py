@@ -1,12 +1,13 @@
 """One job a stage, except that proof and deployment share one: a blocking check stops only its own run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 from dagster._core.storage.tags import PARTITION_NAME_TAG
 
+from assets.stages import STAGE_ASSETS
 from sandhi_core.graph import STAGES, Catalogue, Node
 
 JOB_OF: dict[str, str] = {stage: f"build_{stage}" for stage in STAGES} | {"sharing_proof": "build_deployment"}
@@ -15,9 +16,15 @@ POOL_TAG, MODEL_TAG = "sandhi/pool", "sandhi/model"
 StageJob = UnresolvedAssetJobDefinition
 
 
-def jobs() -> list[StageJob]:
+def jobs(scoring: Mapping[str, str] | None = None) -> list[StageJob]:
+    """`scoring`: tags of the runs that evaluate models."""
+    score = {JOB_OF[stage.name] for stage in STAGE_ASSETS if stage.scores}
     return [
-        dg.define_asset_job(name, selection=dg.AssetSelection.assets(*[s for s in STAGES if JOB_OF[s] == name]))
+        dg.define_asset_job(
+            name,
+            selection=dg.AssetSelection.assets(*[s for s in STAGES if JOB_OF[s] == name]),
+            tags=scoring if name in score else None,
+        )
         for name in sorted(set(JOB_OF.values()))
     ]
 

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from pipelines.jobs import Run
 from sandhi_core.graph import Node
-from sandhi_core.words import duration
+from sandhi_core.words import duration, size
 
 REPEAT_SECONDS = 5.0
 QUIET_SECONDS = 10.0
@@ -76,3 +76,34 @@ class Progress:
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
         print(f"[{duration(self._said - self._begun)}] {text}", file=self._stream, flush=True)
+
+
+class Reading:
+    """Says now and then how much of `total` bytes of weights has been read, and how long the rest takes at that speed.
+    What an earlier pass has kept is not read again: the time left is an upper bound."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self.about = ""
+        self._total = total
+        self._stream = stream
+        self._read = 0
+        self._begun = self._said = time.monotonic()
+
+    def __str__(self) -> str:
+        return f", {size(self._total)}" if self._total else ""
+
+    def told(self, nbytes: int) -> None:
+        """Count bytes that were read just now."""
+        self._read += nbytes
+        self.passed()
+
+    def passed(self) -> None:
+        """Say something, at most every few seconds."""
+        now = time.monotonic()
+        if now - self._said < REPEAT_SECONDS:
+            return
+        self._said = now
+        speed = self._read / max(now - self._begun, 1e-9)
+        left = max(self._total - self._read, 0) / speed if speed else 0.0
+        at = f": {size(self._read)} read, {size(round(speed))}/s, at most {duration(left)} left" if speed else ""
+        print(f"  {self.about}{at}", file=self._stream, flush=True)

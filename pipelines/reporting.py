@@ -6,6 +6,7 @@ from pathlib import Path
 from pipelines.settings import Settings
 from sandhi_core.catalogue import load_catalogue
 from sandhi_core.errors import Problem, StoreError, UsageError
+from sandhi_core.files import writing
 from sandhi_core.report import write_report
 from sandhi_core.report.gathering import gather
 
@@ -42,4 +43,6 @@ def report_pool(file: Path, root: Path) -> Path:
             file=str(root),
             remedy=f"run `sandhi build {file}` first, or give the --root in which it was built",
         )
-    return write_report(artifacts.directory("reports", name), data)
+    directory = artifacts.directory("reports", name)
+    with writing(directory):
+        return write_report(directory, data)

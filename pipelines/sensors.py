@@ -18,8 +18,11 @@ from sandhi_core.graph import Catalogue, Node
 LOCATION = "pipelines.definitions"
 
 
-def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[StageJob]) -> dg.SensorDefinition:
-    """Requests the planner's frontier; a later tick sees what that made stale, until nothing is."""
+def rebuild_sensor(
+    catalogue: Catalogue, settings: Settings, jobs: Sequence[StageJob], slots: int | None
+) -> dg.SensorDefinition:
+    """Requests the planner's frontier; a later tick sees what that made stale, until nothing is. `slots`: how many
+    steps may score at a time; None leaves it to the instance (of a cluster, whose devices nobody here knows)."""
 
     @dg.sensor(
         name="rebuild_stale",
@@ -36,7 +39,8 @@ def rebuild_sensor(catalogue: Catalogue, settings: Settings, jobs: Sequence[Stag
         if outdated(catalogue, current):
             yield dg.SkipReason(f"pool files changed in what is read once: {_reloaded(context, settings)}")
             return
-        set_slots(context.instance, settings.slots)
+        if slots is not None:
+            set_slots(context.instance, slots)
         # Longer than the longest pause between two tries of a step, and than a process takes to start.
         silence = 60 + 2**RETRIES * settings.retry_seconds
         for run_id in end_dead_runs(context.instance, settings.artifacts(), silence):

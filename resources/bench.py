@@ -74,6 +74,7 @@ class Bench:
             ScoreLog(self.artifacts.directory("scores") / f"{entry.name}.jsonl"),
             self.datasets,
             lambda seconds: self._evaluated(entry.name, seconds),
+            lambda: self.checkpoint(entry.name),
         )
 
     def base(self, base: Base) -> tuple[Checkpoint, Fingerprint]:

@@ -28,7 +28,7 @@ class Experts:
 class Architecture:
     """A decoder layer. `biases` lists modules with a bias, under the configuration's flag for them (None:
     always there). `norm` tells apart norms that scale by w and by 1 + w; `scaled`: embeddings are multiplied by the
-    root of the hidden size."""
+    root of the hidden size; `partial_rope`: the rope may turn a part of each head only."""
 
     attention: Mapping[str, Matrix]
     mlp: Mapping[str, Matrix]
@@ -38,6 +38,7 @@ class Architecture:
     activation: str = "hidden_act"  # the configuration's name for it
     experts: tuple[Experts, ...] = ()
     scaled: bool = False
+    partial_rope: bool = False
 
 
 ORDER = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
@@ -92,6 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"self_attn.qkv_proj": ("qkv", "Q+2K", "H"), "self_attn.o_proj": ("o", "H", "Q")},
         {"mlp.gate_up_proj": ("gate_up", "2I", "H"), "mlp.down_proj": ("down", "H", "I")},
         _NORMS,
+        partial_rope=True,
     ),
     "qwen3_moe": Architecture(
         _ATTENTION,

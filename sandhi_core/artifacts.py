@@ -9,6 +9,7 @@
     exports/POOL/ID/          exported checkpoints with their manifest (export)
     reports/POOL/             page, pictures and Parquet tables
     running/, devices/        locks of runs that Dagster started, and of the devices they score on
+    scratch/                  caches and temporary files of libraries; may be removed while nothing runs
     dagster/                  Dagster's own files, unless DAGSTER_HOME says otherwise
 
 Only this directory is ever written.
@@ -21,15 +22,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
-
-from pydantic import ValidationError
 
 from sandhi_core.adapters import all_there
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import ProofError, StoreError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import sweep, write_atomic, writing
 from sandhi_core.graph import STAGES, Node, Stored
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, sizes_match
 from sandhi_core.records import (
@@ -44,7 +44,10 @@ from sandhi_core.records import (
     Record,
     SharingProof,
     Trajectory,
+    canonical_json,
+    digest_of,
 )
+from sandhi_core.survey_files import FileIdentity
 
 RECORDS: dict[str, type[Record]] = {
     "checkpoint": Fingerprint,
@@ -77,20 +80,25 @@ class Envelope(Record):
     record: dict[str, Any]
 
 
+# The groups of many models are large, and every model's plan begins with them.
+@lru_cache(maxsize=4)
+def _read(path: Path, node: Node, identity: FileIdentity) -> tuple[Envelope, Record]:
+    """Read once a process, unless the file changes. Raises OSError, and ValueError where it is damaged."""
+    envelope = Envelope.parse(path.read_bytes())
+    record = RECORDS[node[0]].model_validate(envelope.record)
+    if (envelope.stage, envelope.key) != node or record.digest != envelope.data_version:
+        raise ValueError("not what was written")
+    return envelope, record
+
+
 @dataclass(frozen=True)
 class Artifacts:
     root: Path
 
     def directory(self, *parts: str) -> Path:
         path = self.root.joinpath(*parts)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"the artifact root cannot be written: {error.strerror or error}",
-                file=str(path),
-                remedy="give another --root or SANDHI_HOME, or mend its permissions",
-            ) from error
         return path
 
     def _path(self, node: Node) -> Path:
@@ -103,13 +111,15 @@ class Artifacts:
 
     def envelope(self, node: Node) -> Envelope | None:
         """The stored record, or None where there is none that can be read (a damaged one is made again)."""
+        found = self._found(node)
+        return None if found is None else found[0]
+
+    def _found(self, node: Node) -> tuple[Envelope, Record] | None:
+        path = self._path(node)
         try:
-            envelope = Envelope.parse(self._path(node).read_bytes())
-            record = RECORDS[node[0]].model_validate(envelope.record)
-        except (OSError, ValidationError):
+            return _read(path, node, FileIdentity.of(path.stat()))
+        except (OSError, ValueError):  # a ValidationError too
             return None
-        intact = (envelope.stage, envelope.key) == node and record.digest == envelope.data_version
-        return envelope if intact else None
 
     def stored(self, node: Node) -> Stored | None:
         """What the planner compares. An export that is gone counts as never made, and what was proved of it too:
@@ -146,35 +156,49 @@ class Artifacts:
 
     def required(self, node: Node) -> Envelope:
         """The stored record. Raises StoreError where the stage has not run."""
-        envelope = self.envelope(node)
-        if envelope is None:
+        return self._required(node)[0]
+
+    def load(self, kind: type[R], stage: str, key: str) -> R:
+        """The record of a node as what it is. Raises StoreError where the stage has not run."""
+        _, record = self._required((stage, key))
+        if not isinstance(record, kind):
+            raise TypeError(f"{stage} gives no {kind.__name__}")
+        return record
+
+    def _required(self, node: Node) -> tuple[Envelope, Record]:
+        found = self._found(node)
+        if found is None:
             stage, key = node
             raise StoreError(
                 f"{stage} of {key} has not run, or its record is damaged",
                 file=str(self._path(node)),
                 remedy=f"materialise {stage} of {key} first; `sandhi build` runs everything in order",
             )
-        return envelope
-
-    def load(self, kind: type[R], stage: str, key: str) -> R:
-        """The record of a node as what it is. Raises StoreError where the stage has not run."""
-        return kind.model_validate(self.required((stage, key)).record)
+        return found
 
     def save(self, node: Node, fingerprint: str, own: Any, record: Record) -> str:
         """Write a record for good; returns its data version."""
         stage, key = node
-        envelope = Envelope(
-            stage=stage,
-            key=key,
-            version=STAGES[stage].version,
-            fingerprint=fingerprint,
-            data_version=record.digest,
-            own=own,
-            record=record.model_dump(mode="json"),
-        )
+        dumped = record.model_dump(mode="json")
+        data_version = digest_of(dumped)
+        envelope = {
+            "stage": stage,
+            "key": key,
+            "version": STAGES[stage].version,
+            "fingerprint": fingerprint,
+            "data_version": data_version,
+            "own": own,
+            "record": dumped,
+        }
         self.directory("records", stage)
-        write_atomic(self._path(node), envelope.canonical() + b"\n")
-        return envelope.data_version
+        path, data = self._path(node), canonical_json(envelope) + b"\n"
+        with writing(path, len(data)):
+            write_atomic(path, data)
+        return data_version
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half-written. What lies elsewhere and is only linked to is swept too."""
+        sweep(path for path in self.root.iterdir() if path.is_dir())
 
     @property
     def in_use(self) -> bool:
@@ -195,7 +219,8 @@ class Artifacts:
         Raises StoreError where another process holds it.
         """
         self.directory()
-        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        with writing(self.root / "lock"):
+            handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if not _locked(handle):
                 raise StoreError(

@@ -13,6 +13,7 @@ from sandhi_core.evaluation.conditions import conditions
 from sandhi_core.evaluation.taskfiles import task_identity
 from sandhi_core.graph import Catalogue, Node, Schedule, own_inputs, schedule
 from sandhi_core.pool import Base, ModelEntry, Pool, load_pool
+from sandhi_core.survey_files import SUFFIXES
 
 
 def load_catalogue(files: Iterable[Path]) -> Catalogue:
@@ -48,6 +49,15 @@ def checkpoint_identity(entry: ModelEntry | Base) -> Any:
         return Checkpoint.open(resolve(entry), entry.name).identity()
     except SandhiError as error:
         return {"unreadable": error.problem.message}
+
+
+def weight_bytes(entry: ModelEntry | Base) -> int:
+    """Bytes of a checkpoint's weight files; 0 of one that is not there."""
+    try:
+        files = [f for suffix in SUFFIXES.values() for f in resolve(entry).glob(f"*{suffix}")]
+        return sum(file.stat().st_size for file in files)
+    except (SandhiError, OSError):  # reported with the model
+        return 0
 
 
 def scoring(pool: Pool, entry: ModelEntry) -> Any:

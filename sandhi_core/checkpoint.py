@@ -1,9 +1,8 @@
 """A Hugging Face checkpoint directory as lazy tensor views over memory-mapped safetensors files."""
 
-import hashlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,11 @@ from torch import Tensor
 
 from sandhi_core.errors import CheckpointError, Problem
 from sandhi_core.pool import Base, ModelEntry
-from sandhi_core.safetensors_file import tensor_over
+from sandhi_core.safetensors_file import digest_prefix, tensor_digest, tensor_over
 from sandhi_core.survey import survey
 from sandhi_core.survey_files import INDEX, FileIdentity, HeaderEntry, Survey
 
-__all__ = ["Checkpoint", "HeaderEntry", "refuse", "resolve", "tensor_digest"]
-
-
-def tensor_digest(dtype: str, shape: Sequence[int], raw: bytes | bytearray | memoryview) -> str:
-    """sha256, hex, over dtype (safetensors' spelling), shape and bytes: `BF16:128,64`, a newline, the data in
-    row-major order (docs/format.md, "Digest")."""
-    digest = hashlib.sha256(digest_prefix(dtype, shape))
-    digest.update(raw)
-    return digest.hexdigest()
-
-
-def digest_prefix(dtype: str, shape: Sequence[int]) -> bytes:
-    """What a tensor's digest covers before its bytes."""
-    return f"{dtype}:{','.join(map(str, shape))}\n".encode()
+__all__ = ["Checkpoint", "HeaderEntry", "digest_prefix", "refuse", "resolve", "tensor_digest"]
 
 
 def resolve(entry: ModelEntry | Base) -> Path:
@@ -102,9 +88,11 @@ class Checkpoint:
     def raw(self, name: str) -> memoryview:
         """A tensor's bytes, row-major, read-only.
 
-        Raises CheckpointError where its file changed since `open`.
+        Raises CheckpointError where its file changed since `open`: a mapping would show other bytes, and one of a
+        file that was cut short ends the process (SIGBUS) where it is read.
         """
         entry = self.headers[name]
+        self.require_unchanged(entry.file)
         return self._view(entry.file)[entry.start : entry.start + entry.nbytes]
 
     def tensor(self, name: str) -> Tensor:

@@ -6,6 +6,7 @@ stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
+import faulthandler
 import io
 import os
 import shutil
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None, commands: Mapping[str, Command]) -> int:
         answering = partial(Answer, sys.stdout.write)
         with redirect_stdout(sys.stderr):
             return _run(argv, commands, answering, lambda: False)
+    faulthandler.enable()  # a mapped file that another process cuts short ends this one: then it says where
     given = os.dup(1)
     # Standard output is for the answer alone: what libraries and task modules print goes to standard error.
     os.dup2(2, 1)
@@ -169,13 +171,13 @@ def _serve(arguments: argparse.Namespace, answer: Answer) -> int:
     from sandhi_core.serving import fleet, told
     from sandhi_core.serving.engines import python_of
     from sandhi_core.serving.gpu import device_of
-    from sandhi_core.serving.members import members, opened
+    from sandhi_core.serving.members import members, needed, opened
 
     for word in arguments.extra:
         if remedy := _OURS.get(word.partition("=")[0]):
             raise UsageError(f"{word} after -- would move a server from where it is waited for", remedy=remedy)
     deployed = opened(arguments.export.expanduser())
-    python = python_of(arguments.engine or deployed.spec.engine, arguments.python)
+    python = python_of(needed(deployed, arguments.engine, arguments.only), arguments.python)
     chosen = members(
         deployed,
         engine=arguments.engine,

@@ -188,5 +188,6 @@ def spectra(fingerprint: Fingerprint) -> int:
 
 def moments(fingerprint: Fingerprint) -> int:
     """Bytes of the moments of a model's inputs."""
-    widths = (fingerprint.tensor(s.tensor).shape[1] for s in fingerprint.slots if s.projection not in ("k", "v", "up"))
+    shapes = {t.name: t.shape for t in fingerprint.tensors}
+    widths = (shapes[s.tensor][1] for s in fingerprint.slots if s.projection not in ("k", "v", "up"))
     return sum(4 * width * min(width, BLOCK) for width in widths)

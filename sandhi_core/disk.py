@@ -12,7 +12,7 @@ from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import Problem
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
 from sandhi_core.records import ExportedModel, ExportedTensor, Manifest, StockPlan
-from sandhi_core.safetensors_file import FormatError, map_file
+from sandhi_core.safetensors_file import FormatError, map_file, release
 from sandhi_core.savings import padding_of
 
 RESTORE = "restore it from a sound copy of the export, or remove the export and build again"
@@ -218,4 +218,9 @@ def _read(path: Path) -> Found | str:
         entries = map_file(path)
     except FormatError as error:
         return f"is damaged: {error}"
-    return {n: (e.dtype, e.shape, e.raw.nbytes, tensor_digest(*e[1:])) for n, e in entries.items()}
+    found = {}
+    for name, entry in entries.items():
+        digest = tensor_digest(entry.dtype, entry.shape, entry.raw)
+        found[name] = entry.dtype, entry.shape, entry.raw.nbytes, digest
+        release(entry.raw)
+    return found

@@ -8,21 +8,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from sandhi_core.codes import Code, severity
 
 
 class Problem(BaseModel):
-    """One finding of preflight. `code` is stable and meant for machines; `message` and `remedy` are for people."""
+    """One finding of preflight. `code` is stable and meant for machines (codes.py has them all); `message` and `remedy`
+    are for people."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    code: str
+    code: Code
     severity: Literal["error", "warning"]
     model: str | None = None
     file: str | None = None
     tensor: str | None = None
     message: str
     remedy: str
+
+    @model_validator(mode="after")
+    def _severity_of_the_code(self) -> "Problem":
+        if severity(self.code) not in (self.severity, "either"):
+            raise ValueError(f"{self.code} is no {self.severity}")
+        return self
 
     def line(self) -> str:
         """In words. A base has no name but its place in the pool file, merging.bases[0]; models' names have no dot."""
@@ -35,7 +44,7 @@ class SandhiError(Exception):
     """Base of all expected failures; prints as one line: where, what, remedy. `problems` holds all findings, of which
     `problem` is the first."""
 
-    code = "error"
+    code: str
 
     def __init__(
         self,
@@ -130,8 +139,6 @@ class ServingError(SandhiError):
 
 class PreflightError(SandhiError):
     """Preflight found errors; carries all of them."""
-
-    code = "preflight"
 
     def __init__(self, problems: list[Problem]) -> None:
         errors = [p for p in problems if p.severity == "error"]

@@ -11,19 +11,19 @@ import hashlib
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.assignment import Assignment, factors_among
-from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
-from sandhi_core.files import fsync_directory, write_atomic
+from sandhi_core.files import aside, flush, fsync_directory, unwritable, write_atomic, writing
 from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest, shards
 from sandhi_core.pool import Pool
 from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
-from sandhi_core.safetensors_file import Entry, write_safetensors
+from sandhi_core.safetensors_file import Entry, write_hashed
 from sandhi_core.store import Store
 
 _CLONE = 0x40049409  # FICLONE, ioctl_ficlonerange(2)
@@ -67,7 +67,8 @@ def export_pool(
         except OSError as error:
             raise _unwritable(home, error) from error
         finally:
-            _clear(home)
+            with suppress(OSError):  # on a disk that takes no change any more: the next export removes it
+                _clear(home)
     return MergedWeights(
         pool=pool.name,
         export=f"{home.parent.name}/{pool.name}/{final.name}",
@@ -92,12 +93,17 @@ def _write(
         for file, members in shards(model).items():
             if all(tensor.sharing == "private" for tensor in members.values()):
                 assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
-                write_safetensors(target / file, _private(members, checkpoint, assigned, store))
+                with writing(target / file, sum(tensor.nbytes for tensor in members.values())):
+                    found = write_hashed(target / file, _private(members, checkpoint, assigned, store))
+                for tensor_name, tensor in members.items():
+                    if found[tensor_name] != tensor.digest:
+                        raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
                 continue
             ((tensor_name, tensor),) = members.items()
             entry = store.path(tensor.digest, tensor_name)
             if entry not in placed and tensor.sharing == "duplicate":
-                store.put_raw(*_own(checkpoint, tensor_name, tensor.digest))
+                if store.put_raw(*_own(checkpoint, tensor_name)) != tensor.digest:
+                    raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
             elif entry not in placed:
                 store.provide(tensor.digest, tensor_name)
             _place(entry, target / file, model.linked, placed)
@@ -136,14 +142,12 @@ def _private(
         if name in assigned:
             yield store.entry(tensor.digest)._replace(name=name)
         else:
-            yield _own(checkpoint, name, tensor.digest)
+            yield _own(checkpoint, name)
 
 
-def _own(checkpoint: Checkpoint, name: str, digest: str) -> Entry:
-    header, raw = checkpoint.header(name), checkpoint.raw(name)
-    if tensor_digest(header.dtype, header.shape, raw) != digest:
-        raise _changed(checkpoint, header.file, name)
-    return Entry(name, header.dtype, header.shape, raw)
+def _own(checkpoint: Checkpoint, name: str) -> Entry:
+    header = checkpoint.header(name)
+    return Entry(name, header.dtype, header.shape, checkpoint.raw(name))
 
 
 def _copy_beside(checkpoint: Checkpoint, file: str, digest: str, target: Path) -> None:
@@ -154,8 +158,7 @@ def _copy_beside(checkpoint: Checkpoint, file: str, digest: str, target: Path) -
         while chunk := source.read(_CHUNK):
             seen.update(chunk)
             copy.write(chunk)
-        copy.flush()
-        os.fsync(copy.fileno())
+        flush(copy)
     target.chmod(0o444)
     if seen.hexdigest() != digest:
         raise _changed(checkpoint, file)
@@ -177,9 +180,10 @@ def _changed(checkpoint: Checkpoint, file: str, tensor: str | None = None) -> Ch
 def _reach(store: Store, staging: Path) -> Linked:
     """The best way from the store into an export: tried on a file, since file systems differ."""
     store.root.mkdir(parents=True, exist_ok=True)
-    source, target = store.root / f".probe-{os.getpid()}", staging / ".probe"
-    source.write_bytes(b"probe")
-    try:
+    target = staging / ".probe"
+    with aside(store.root) as (source, f):
+        f.write(b"probe")
+        f.flush()
         for linked in ("hardlink", "reflink"):
             try:
                 _transfer(source, target, linked)
@@ -191,8 +195,6 @@ def _reach(store: Store, staging: Path) -> Linked:
             finally:
                 target.unlink(missing_ok=True)
         return "copy"
-    finally:
-        source.unlink(missing_ok=True)
 
 
 # What file systems answer to a link or a clone that they cannot make, or not from there to here.
@@ -262,11 +264,7 @@ def _home(exports: Path, pool: str) -> Path:
 
 
 def _unwritable(home: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"the export cannot be written: {error.strerror or error}",
-        file=str(error.filename or home),
-        remedy="give the artifact root space and write permission, or choose another with --root",
-    )
+    return unwritable(Path(error.filename or home), error)
 
 
 def _publish(staging: Path, final: Path) -> None:

@@ -1,23 +1,112 @@
-"""Files that are whole or not there: written aside, flushed to the disk, renamed."""
+"""Files that are whole or not there: written aside, flushed to the disk, renamed; read only where they are files.
 
+What is written aside has a hidden name, and its writer holds a lock on it (flock) as long as it lives: so that what
+dead writers left can be told from what is being written, and swept.
+"""
+
+import errno
+import fcntl
 import os
+import re
 import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from sandhi_core.errors import StoreError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a file system answers that has no room left."""
+
+_ASIDE = re.compile(r"\.sandhi-[0-9a-f]{16}\.tmp")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to be read. Raises OSError where it cannot be opened or is no regular file: at once, where opening a named
+    pipe would wait for somebody to write into it."""
+    file: BinaryIO = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data` so that a crash at any moment leaves the old file or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with aside.open("wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        aside.chmod(mode)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    """Replace `path` by `data` so that a crash at any moment leaves the old file or the new one, never a part.
+
+    Raises OSError.
+    """
+    with aside(path.parent) as (written, f):
+        f.write(data)
+        flush(f)
+        written.chmod(mode)
+        written.replace(path)
     fsync_directory(path.parent)
+
+
+@contextmanager
+def aside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file in `folder`, hidden and locked, to be filled, flushed and renamed; where it is not, it is removed.
+
+    Raises OSError.
+    """
+    path, f = _claimed(folder)
+    with f:
+        try:
+            yield path, f
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _claimed(folder: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        path = folder / f".sandhi-{secrets.token_hex(8)}.tmp"
+        f = path.open("xb")
+        try:
+            with suppress(OSError):  # where there are no locks nothing is swept either
+                fcntl.flock(f, fcntl.LOCK_EX)
+            if path.exists():  # not so where a sweep was quicker than the lock
+                return path, f
+        except BaseException:
+            f.close()
+            raise
+        f.close()
+
+
+def sweep(folders: Iterable[Path]) -> list[Path]:
+    """Remove what dead writers left aside anywhere below some folders; returns what was removed. Live writers' files
+    stay, and so does everything that was not made here."""
+    swept = []
+    for folder in folders:
+        for within, _, names in os.walk(folder):
+            left = (Path(within, name) for name in names if _ASIDE.fullmatch(name))
+            swept += [path for path in left if _abandoned(path)]
+    return swept
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether a file's writer was dead; then it is gone."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:  # its writer lives, or has just renamed it; or it is another user's
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def flush(f: BinaryIO) -> None:
+    """Bring to the disk what was written into an open file."""
+    f.flush()
+    os.fsync(f.fileno())
 
 
 def fsync_directory(directory: Path) -> None:
@@ -27,3 +116,28 @@ def fsync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def writing(path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Raises StoreError, as `unwritable` does, in place of what the file system raises."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error, nbytes) from error
+
+
+def unwritable(path: Path, error: OSError, nbytes: int = 0) -> StoreError:
+    """The error to raise where `path`, a file of so many bytes if that is known, could not be written. Of a full disk
+    it says how full."""
+    message = f"cannot be written: {error.strerror or error}"
+    remedy = "give the artifact root space and write permission, or choose another with --root"
+    if error.errno in FULL:
+        needed = f"it takes {nbytes} bytes, and " if nbytes else ""
+        message = f"{message}: {needed}{_free(path)} bytes are free"
+        remedy = "free space there, or choose an artifact root on another disk with --root; what is done is kept"
+    return StoreError(message, file=str(path), remedy=remedy)
+
+
+def _free(path: Path) -> int:
+    return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free

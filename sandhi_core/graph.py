@@ -206,14 +206,24 @@ def _pool_inputs(pool: Pool, stage: str, scoring: Callable[[Pool, ModelEntry], A
             budgets = {m.name: {t.task: t.budget for t in m.tasks} for m in pool.models}
             return {"budgets": budgets, **aligned} if (aligned := _alignment(pool)) else budgets
         case "sharing_proof":
-            return {m.name: [scoring(pool, m), [t.budget for t in m.tasks]] for m in pool.models}
+            own = _own_engines(pool)
+            return {
+                m.name: [scoring(pool, m), [t.budget for t in m.tasks], *([own[m.name]] if m.name in own else [])]
+                for m in pool.models
+            }
         case "deployment":
             deploy = pool.deploy.model_dump(mode="json", exclude_none=True, exclude={"alignment"})
-            return {"deploy": deploy, "dtype": pool.evaluation.dtype}
+            engines = {"engines": own} if (own := _own_engines(pool)) else {}
+            return {"deploy": deploy, "dtype": pool.evaluation.dtype, **engines}
         case _:
             adapters = pool.deploy.adapters
             asked = {} if adapters is None else {"adapters": adapters.max_rank}
             return {"models": sorted(m.name for m in pool.models), **asked, **_alignment(pool)}
+
+
+def _own_engines(pool: Pool) -> dict[str, str]:
+    """By model, its engine, where that is not the pool's: pools of one engine keep what they have."""
+    return {model: engine for model, engine in pool.engines.items() if engine != pool.deploy.engine}
 
 
 def _alignment(pool: Pool) -> dict[str, Any]:

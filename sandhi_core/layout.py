@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from sandhi_core.assignment import Assignment, factor_names, factors_among, parts_of, vector_names
 from sandhi_core.errors import ProofError
+from sandhi_core.files import open_regular
 from sandhi_core.records import DTYPE_BYTES, ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
 from sandhi_core.savings import PAGE_ALIGNED, Holding, holdings
 from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
@@ -187,7 +188,8 @@ def read_manifest(export_root: Path) -> Manifest:
     path = export_root / MANIFEST
     remedy = "give the directory that holds sandhi.json, as `sandhi build` prints it, or build again"
     try:
-        manifest = Manifest.parse(path.read_bytes())
+        with open_regular(path) as opened:
+            manifest = Manifest.parse(opened.read())
     except OSError as error:
         raise ProofError(f"cannot be read: {error.strerror}", file=str(path), remedy=remedy) from None
     except ValidationError as error:

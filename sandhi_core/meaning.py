@@ -17,6 +17,9 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 _NEW_ROPE = "rope_parameters"
 _SELF_CONTAINED = ("default", "linear", "llama3")  # ropes that do not depend on the longest context
+_UNSAID: dict[str, dict[str, Any]] = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}}
+"""What a rope of a type means where it is silent."""
+_KINDS = ("full_attention", "sliding_attention")
 _LARGEST = 1 << 24  # beyond it a dimension is damaged, not large
 _MOST = 4096  # likewise for the number of layers or of a layer's experts
 
@@ -43,6 +46,7 @@ class Meaning:
         self.tied = bool(self.config["tie_word_embeddings"])
         try:
             self._require_one_rope(config)
+            self._require_runnable()
             self._attention = [self._attention_of(layer) for layer in range(self.layers)]
             self._mlp = self._common("mlp.") | {"activation": self.config[self.architecture.activation]}
             self.sparse = [self._has_experts(layer) for layer in range(self.layers)]
@@ -112,6 +116,7 @@ class Meaning:
     def _read(self, config: dict[str, Any]) -> dict[str, Any]:
         try:
             read = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+            read.standardize_rope_params()  # some of the rope's settings may stand outside of it
             filled: dict[str, Any] = read.to_dict()
         except Exception as error:  # the classes raise whatever comes up: KeyError, TypeError, their own
             raise self._invalid(" ".join(str(error).split())) from None
@@ -154,6 +159,27 @@ class Meaning:
             if (said := _rope(new, kind)) != (meant := _rope(old, kind)):
                 raise self._invalid(f"{_NEW_ROPE} says {said}, but the older fields say {meant}")
 
+    def _require_runnable(self) -> None:
+        """What transformers would make a model of, and then fail on the first token or take for another model than
+        servers do."""
+        config, types = self.config, self.config.get("layer_types") or ()
+        if strange := sorted({str(kind) for kind in types} - set(_KINDS)):
+            raise self._invalid(f"layers of {strange[0]!r} are unknown; known are {' and '.join(_KINDS)}")
+        if "sliding_attention" in types and not config.get("sliding_window"):
+            raise self._invalid("layer_types names sliding_attention, but there is no sliding_window")
+        if not config.get("is_causal", True):
+            raise self._invalid("is_causal is switched off: some servers would then see later tokens, others not")
+        if not config.get("return_dict", True):
+            raise self._invalid("return_dict is switched off, with which transformers' own models cannot be run")
+        if self.dims["E"] and config["num_experts_per_tok"] > self.dims["E"]:
+            raise self._invalid(f"a token cannot have {config['num_experts_per_tok']} of {self.dims['E']} experts")
+        if not self.architecture.partial_rope:
+            for kind in dict.fromkeys(types or (None,)):
+                if (factor := _rope(config, kind)["partial_rotary_factor"]) != 1.0:
+                    raise self._invalid(
+                        f"some servers would turn {factor} of each head (partial_rotary_factor), some all"
+                    )
+
     def _invalid(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"is no configuration that can be loaded: {reason}",
@@ -168,8 +194,8 @@ def _rope(config: dict[str, Any], kind: str | None) -> dict[str, Any]:
     """The rope of layers of a kind, with what does not change it left out."""
     rope = config[_NEW_ROPE]
     rope = rope.get(kind, rope)  # gemma3_text has one for each kind of layer
-    rope = {k: float(v) if type(v) is int else v for k, v in rope.items() if k != "type"}
-    rope.setdefault("partial_rotary_factor", 1.0)
+    rope = {k: float(v) if type(v) is int else v for k, v in rope.items() if k != "type" and v is not None}
+    rope = {"partial_rotary_factor": 1.0} | _UNSAID.get(rope["rope_type"], {}) | rope
     if rope["rope_type"] == "default":
         return {k: rope[k] for k in ("rope_type", "rope_theta", "partial_rotary_factor")}
     if rope["rope_type"] not in _SELF_CONTAINED:

@@ -99,9 +99,11 @@ def _common(rows: Sequence[RowStatistics]) -> RowStatistics:
 
 
 def _rescaled(block: Tensor, target: RowStatistics) -> Tensor:
-    """`block` (rows, columns) with the target's row means and deviations; a constant row has its mean set."""
+    """`block` (rows, columns) with the target's row means and deviations; a constant row has its mean set, and so has
+    one that varies by so little that no number widens it."""
     found = row_statistics_of(block)
-    scale = torch.where(found.std > 0, target.std / found.std, 0.0)
+    scale = target.std / found.std
+    scale = torch.where((found.std > 0) & scale.isfinite(), scale, 0.0)
     return block.sub_(found.mean[:, None]).mul_(scale[:, None]).add_(target.mean[:, None])
 
 

@@ -87,6 +87,7 @@ Owner = Annotated[Text, AfterValidator(_owner)]
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's generators take
+Engine = Literal["vllm", "transformers"]
 
 
 class Section(BaseModel):
@@ -113,6 +114,8 @@ class ModelEntry(Section):
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""
     tasks: Annotated[tuple[TaskBudget, ...], Field(min_length=1, strict=False)]
+    engine: Engine | None = None
+    """What serves this model, where that is another than `deploy: engine`. Goes with no `deploy: adapters`."""
 
     @field_validator("tasks")
     @classmethod
@@ -299,7 +302,7 @@ ALIGNMENTS = {"4KiB": 4096, "2MiB": 2 << 20}
 
 
 class DeploySettings(Section):
-    engine: Literal["vllm", "transformers"] = "vllm"
+    engine: Engine = "vllm"
     plugin: bool = True
     """Whether vLLM has Sandhi's plugin: it maps shared tensors, so that servers hold each once, and applies what models
     add to them. Without it vLLM serves plain checkpoints and adapters, each server with a copy of all its weights."""
@@ -343,6 +346,11 @@ class Pool(Section):
     @property
     def bases(self) -> tuple[Base, ...]:
         return tuple(Base(f"merging.bases[{at}]", path) for at, path in enumerate(self.merging.bases))
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By model, what serves it."""
+        return {entry.name: entry.engine or self.deploy.engine for entry in self.models}
 
     def tolerance(self, model: ModelEntry) -> dict[str, float]:
         """Per task the drop up to which the search accepts a step: budgets scaled so that the model's largest

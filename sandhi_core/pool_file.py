@@ -16,6 +16,9 @@ from sandhi_core.errors import PoolError
 from sandhi_core.pool_problems import LOOK_UP, Loc, Mistake, pool_error, shown, shown_path, shown_text
 from sandhi_core.pool_syntax import syntax_mistake
 
+LARGEST = 1 << 20
+"""Bytes of a pool file: thousands of models. What takes PyYAML minutes is refused at once."""
+
 
 class _Loader(yaml.SafeLoader):
     """Knows text, numbers, booleans, null, lists and mappings; anything else is an error with its line."""
@@ -146,12 +149,18 @@ def read_document(path: Path) -> Document:
 
 def _text(path: Path) -> str:
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as f:
+            raw = f.read(LARGEST + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) else "not a file name"
         raise PoolError(
             f"the pool file cannot be read: {reason}", remedy="check the path", file=shown_path(path)
         ) from None
+    if len(raw) > LARGEST:
+        found = Mistake(
+            1, f"has more than {LARGEST >> 20} MiB", "give the pool file, which names models and holds none"
+        )
+        raise pool_error(path, [found])
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from sandhi_core.pool_problems import LOOK_UP, Fault, FieldError, Loc, shown
+from sandhi_core.pool_problems import LOOK_UP, MOST, Fault, FieldError, Loc, shown
 
 FORMATS = {
     "name": ("must be letters, digits, - and _, beginning with a letter or digit", "choose such a name"),
@@ -37,8 +37,9 @@ _WRITE = {
 
 
 def faults(error: ValidationError, pool: type[BaseModel]) -> Iterator[Fault]:
-    """Pydantic's errors in our words. `pool` is the model that was validated: it knows which fields there are."""
-    details = error.errors(include_url=False)
+    """Pydantic's errors in our words, of very many the first ones. `pool` is the model that was validated: it knows
+    which fields there are."""
+    details = error.errors(include_url=False)[: MOST + 1]
     meant = {field for detail in details for field in _misnamed(detail, pool)}
     for detail in details:
         loc = detail["loc"]
@@ -53,7 +54,7 @@ def faults(error: ValidationError, pool: type[BaseModel]) -> Iterator[Fault]:
 def unsure(error: ValidationError, pool: type[BaseModel]) -> set[Loc]:
     """Where pydantic's errors leave open what was meant: values that are wrong, and fields that are there by a mistaken
     name or in a mistaken place."""
-    details = error.errors(include_url=False)
+    details = error.errors(include_url=False)[: MOST + 1]
     return {loc for detail in details for loc in (detail["loc"], *_misnamed(detail, pool))}
 
 

@@ -13,6 +13,10 @@ Loc = tuple[int | str, ...]
 LOOK_UP = "`sandhi schema` prints what may stand in a pool file"
 
 
+MOST = 200
+"""Mistakes of one file that are told: a file with more was written by a program, or is no pool."""
+
+
 class Mistake(NamedTuple):
     line: int  # counted from 1
     message: str
@@ -36,7 +40,11 @@ class FieldError(ValueError):
 
 
 def pool_error(path: Path, mistakes: Iterable[Mistake]) -> PoolMistakesError:
-    """One error for all mistakes, in the order of the file."""
+    """One error for all mistakes, in the order of the file; of very many for the first."""
+    ordered = sorted(set(mistakes))
+    told = ordered[:MOST]
+    if len(ordered) > MOST:
+        told.append(Mistake(told[-1].line, f"{len(ordered) - MOST} more mistakes follow", "correct these first"))
     return PoolMistakesError(
         [
             Problem(
@@ -46,7 +54,7 @@ def pool_error(path: Path, mistakes: Iterable[Mistake]) -> PoolMistakesError:
                 message=mistake.message,
                 remedy=mistake.remedy,
             )
-            for mistake in sorted(set(mistakes))
+            for mistake in told
         ]
     )
 

@@ -59,11 +59,13 @@ def broken_rules(
             yield Fault((*loc, "budget"), message, _as_fraction(budget))
     yield from _tolerance(written, [task for _, task in tasks])
     yield from _combined(written)
-    yield from _applied(written)
+    yield from _own_engines(written, models)
+    yield from _applied(written, models)
     yield from _methods(written)
     yield from _errors(written)
 
 
+_ENGINES = ("vllm", "transformers")
 _SET = object()  # any value that is written
 
 _COMBINED: tuple[tuple[Loc, object, Loc, object, object], ...] = (
@@ -142,13 +144,30 @@ def _said(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
 
 
-def _applied(written: _Written) -> Iterator[Fault]:
+def _own_engines(written: _Written, models: list[dict[str, Any]]) -> Iterator[Fault]:
+    """Which models become adapters of a base is found by the search, and only vLLM serves a base."""
+    if written.at(("deploy", "adapters"), None) in (None, UNSURE):
+        return
+    remedy = "leave the engine out, put the model into a pool of its own, or leave deploy.adapters out"
+    for at, model in enumerate(models):
+        if (engine := model.get("engine")) in _ENGINES:
+            yield Fault(
+                ("models", at, "engine"), f"a model's own engine ({engine}) goes with no deploy.adapters", remedy
+            )
+
+
+def _applied(written: _Written, models: list[dict[str, Any]]) -> Iterator[Fault]:
     """What models add to shared tensors needs something that applies it: vLLM's plugin, our loader, or for residuals
     alone stock vLLM where they are adapters."""
-    stock = written.at(("deploy", "engine"), "vllm") == "vllm" and written.at(("deploy", "plugin"), True) is False
+    own = [model.get("engine") for model in models]
+    default = written.at(("deploy", "engine"), "vllm")
+    stock = (
+        "vllm" in [engine or default for engine in own or [None]] and written.at(("deploy", "plugin"), True) is False
+    )
     if not stock or written.at(("deploy", "adapters"), None) is not None:
         return
-    remedy = "leave deploy.plugin out, or set deploy.engine: transformers"
+    where = "engine" if "vllm" in own else "deploy.engine"
+    remedy = f"leave deploy.plugin out, or set {where}: transformers"
     if written.at(("merging", "residuals"), "none") == "low_rank":
         message = "merging.residuals: low_rank is not applied by vLLM with deploy.plugin: false"
         adapters = ", or deploy.adapters: {max_rank: 64} for adapters that it serves"

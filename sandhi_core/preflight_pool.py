@@ -1,5 +1,7 @@
 """What only a whole pool shows: who can share with whom, whether budgets can be measured, whether it fits."""
 
+import hashlib
+import json
 import os
 import shutil
 from collections import Counter
@@ -18,6 +20,7 @@ from sandhi_core.graph import STAGES
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.pool_rules import is_fraction
 from sandhi_core.preflight_adapters import never_adapters
+from sandhi_core.preflight_engines import not_served
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.statistics import certifiable_budget, certifying_questions
 from sandhi_core.vocabulary import TOKENIZER, token_ids
@@ -50,7 +53,7 @@ def check_pool(
                 problems += _budget(pool, entry, task, counted[task.task])
                 problems += _certifiable(pool, entry, task, counted[task.task]["holdout"])
     problems += [*_fitting(pool, fingerprints, bases or {}), *never_adapters(pool, fingerprints)]
-    problems += _room(pool, fingerprints, root)
+    problems += [*not_served(pool, fingerprints), *_room(pool, fingerprints, root)]
     return problems
 
 
@@ -164,20 +167,24 @@ def _fitting(
 def _tokenizers(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator[Problem]:
     """For each model the first partner before it whose tokens have other numbers."""
     entries = [e for e in pool.models if TOKENIZER in (f.files if (f := fingerprints.get(e.name)) else ())]
-    ids: dict[str, dict[str, int]] = {}  # by sha256 of the file
+    keys = {e.name: {s.key for s in fingerprints[e.name].slots} for e in entries}
+    files = {e.name: fingerprints[e.name].files[TOKENIZER] for e in entries}
+    numbers: dict[str, str] = {}  # by sha256 of the file: a digest, since the tokens of many models fill memory
     told: set[str] = set()
     for one, other in combinations(entries, 2):
-        first, second = (fingerprints[e.name] for e in (one, other))
-        partners = {s.key for s in first.slots} & {s.key for s in second.slots}
-        if other.name in told or not partners or first.files[TOKENIZER] == second.files[TOKENIZER]:
+        if other.name in told or files[one.name] == files[other.name] or keys[one.name].isdisjoint(keys[other.name]):
             continue
-        maps = [_ids(e, fingerprints[e.name].files[TOKENIZER], ids) for e in (one, other)]
-        if maps[0] != maps[1]:
+        for entry in (one, other):
+            if files[entry.name] not in numbers:
+                numbers[files[entry.name]] = hashlib.sha256(
+                    json.dumps(_ids(entry), sort_keys=True).encode()
+                ).hexdigest()
+        if numbers[files[one.name]] != numbers[files[other.name]]:
             told.add(other.name)
             yield _problem(
                 "tokenizer-differs",
-                f"numbers {_differences(*maps)} tokens otherwise than that of {one.name}: their embeddings and "
-                "heads cannot be compared, and their projections have seen different input",
+                f"numbers {_differences(_ids(one), _ids(other))} tokens otherwise than that of {one.name}: their "
+                "embeddings and heads cannot be compared, and their projections have seen different input",
                 "nothing; expect them to share less, as the search will tell",
                 "warning",
                 other.name,
@@ -185,13 +192,11 @@ def _tokenizers(pool: Pool, fingerprints: Mapping[str, Fingerprint]) -> Iterator
             )
 
 
-def _ids(entry: ModelEntry, sha256: str, known: dict[str, dict[str, int]]) -> dict[str, int]:
-    if sha256 not in known:
-        try:
-            known[sha256] = token_ids(resolve(entry) / TOKENIZER)
-        except (SandhiError, ValueError, OSError):  # reported with the model itself
-            known[sha256] = {}
-    return known[sha256]
+def _ids(entry: ModelEntry) -> dict[str, int]:
+    try:
+        return token_ids(resolve(entry) / TOKENIZER)
+    except (SandhiError, ValueError, OSError):  # reported with the model itself
+        return {}
 
 
 def _differences(one: dict[str, int], other: dict[str, int]) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.cutoffs import drops_of
+from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, noise_key, weights_key
 from sandhi_core.grouping_order import Place
 from sandhi_core.pool import ProfileSettings
@@ -103,7 +104,17 @@ def noise_weights(fingerprint: Fingerprint, checkpoint: Checkpoint, seed: int, s
 
     def read(tensor: str) -> Tensor:
         info, names = fingerprint.tensor(tensor), (fingerprint.digest, layer, component, projections[tensor])
-        return noisy(checkpoint.tensor(tensor), seed, *names, info.mean, info.std)
+        found = noisy(checkpoint.tensor(tensor), seed, *names, info.mean, info.std)
+        if not bool(found.isfinite().all()):
+            raise EvaluationError(
+                f"noise of its own size is beyond what {info.dtype} holds",
+                model=fingerprint.model,
+                file=info.file,
+                tensor=tensor,
+                remedy="this tensor's numbers are too large to average: leave the model out, or build a ladder with "
+                "profile.noise: false",
+            )
+        return found
 
     key = noise_key(fingerprint.digest, seed, layer, component)
     return Weights(key, dict.fromkeys(projections, key), read)

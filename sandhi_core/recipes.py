@@ -1,6 +1,7 @@
 """Recipe -> bytes in the store: made once from the contributors' original tensors, then found by digest."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
@@ -11,8 +12,12 @@ from sandhi_core.graph import STAGES
 from sandhi_core.merging import merge
 from sandhi_core.records import Contributor, Fingerprint, Recipe, digest_of
 from sandhi_core.rungs.grams import Gram
+from sandhi_core.safetensors_file import release
 from sandhi_core.scan import RowStatistics, row_statistics
 from sandhi_core.store import Store
+
+WORKERS = 4
+"""Contributors that are held to their digests at once."""
 
 
 def recipe_key(recipe: Recipe) -> str:
@@ -48,13 +53,17 @@ class SharedTensors:
         if known is not None:
             return known
         opened = [self._opened(c.model) for c in recipe.contributors]
-        tensors = [_checked(checkpoint, c) for (checkpoint, _), c in zip(opened, recipe.contributors, strict=True)]
+        checkpoints = [checkpoint for checkpoint, _ in opened]
+        with ThreadPoolExecutor(min(len(opened), WORKERS)) as hashing:  # in C, without Python's lock
+            tensors = list(hashing.map(_checked, checkpoints, recipe.contributors))
         rows: list[RowStatistics] | None = None
         if recipe.rescale == "common":
             pairs = zip(opened, recipe.contributors, strict=True)
             rows = [row_statistics(self._scans, fingerprint, c.tensor) for (_, fingerprint), c in pairs]
         grams = [self._gram(c) for c in recipe.contributors] if recipe.method == "regmean" else None
         digest = self._store.put(recipe.contributors[0].tensor, merge(recipe, tensors, rows, grams))
+        for checkpoint, contributor in zip(checkpoints, recipe.contributors, strict=True):
+            release(checkpoint.raw(contributor.tensor))
         self._store.remember_recipe(key, digest)
         return digest
 

@@ -7,7 +7,7 @@ Dagster shows and that decides what is stale.
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -53,15 +53,10 @@ class Record(Part):
         return cls.model_validate_json(data)
 
 
-class Sparing(Part):
-    """A part that leaves the fields named in `unsaid` out of its canonical bytes while they are empty: what does not
-    need them has the digest that it had before they were thought of."""
-
-    unsaid: ClassVar[frozenset[str]] = frozenset()
-
-    @model_serializer(mode="wrap")
-    def _said(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialised(self).items() if value or name not in self.unsaid}
+def _unsaid(default: Any) -> Any:
+    """A field that canonical bytes leave out while it is empty: a record that does not need it has the digest that it
+    had before it was thought of."""
+    return Field(default=default, exclude_if=lambda value: not value)
 
 
 # --- checkpoint ---------------------------------------------------------------------------------------------
@@ -176,24 +171,20 @@ Method = Literal["mean", "regmean", "member", "base"]
 inputs; a member's own matrix; that of a checkpoint which they were trained from."""
 
 
-class Contributor(Sparing):
+class Contributor(Part):
     """One original tensor that goes into a shared one, pinned by its bytes. `model` may be a base's name, such as
     `merging.bases[0]`; `inputs` names the moments of inputs that weigh it, where the method weighs."""
-
-    unsaid = frozenset({"inputs"})
 
     model: str
     layer: int
     tensor: str
     digest: str
-    inputs: str = ""
+    inputs: str = _unsaid("")
 
 
-class Recipe(Sparing, Record):
+class Recipe(Record):
     """Decides a shared tensor byte for byte: contributors in order, method, parameters. `payers`: the models that pay
     for its one copy together, where these are not the contributors (a base is nobody's in the pool)."""
-
-    unsaid = frozenset({"payers"})
 
     projection: str
     shape: tuple[int, ...]
@@ -201,7 +192,7 @@ class Recipe(Sparing, Record):
     method: Method
     rescale: Literal["none", "common"]
     contributors: tuple[Contributor, ...]  # sorted by (model, layer); of `member` and `base` the one it is taken from
-    payers: tuple[str, ...] = ()  # sorted
+    payers: tuple[str, ...] = _unsaid(())  # sorted
 
     @property
     def taken(self) -> str | None:
@@ -242,16 +233,14 @@ class Adjustment(Record):
         return fields if self.kind == "affine" else {n: v for n, v in fields.items() if n not in ("scale", "shift")}
 
 
-class Group(Sparing, Record):
+class Group(Record):
     """Slots proposed to share one tensor. Members need not be contributors (a model that joined later, or was left
     out). `compared`: where the method was chosen by evidence, what each of them would cost (rungs.choice)."""
-
-    unsaid = frozenset({"compared"})
 
     recipe: Recipe
     members: tuple[Slot, ...]  # sorted by (model, layer)
     stage: Literal[1, 2] = 1  # reference grouping: same layer first, across layers second
-    compared: dict[Method, float] = {}
+    compared: dict[Method, float] = _unsaid({})
 
 
 class Exclusion(Record):
@@ -263,17 +252,15 @@ class Exclusion(Record):
     reason: str
 
 
-class Groups(Sparing, Record):
+class Groups(Record):
     """All groups of one compatibility group of a pool. `groups` is in search order; `candidates`, `gate` and `rule`
     say by which rule they were formed (`rule`: a digest of what decides their methods, empty for the mean)."""
-
-    unsaid = frozenset({"rule"})
 
     pool: str
     key: str
     candidates: Literal["wide", "reference"] = "wide"
     gate: float = 0.0  # largest noise drop of a tolerant component
-    rule: str = ""
+    rule: str = _unsaid("")
     models: tuple[str, ...]
     groups: tuple[Group, ...]
     excluded: tuple[Exclusion, ...]

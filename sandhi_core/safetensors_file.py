@@ -6,12 +6,13 @@ header padded with spaces, then the tensors' bytes without holes. What is writte
 """
 
 import ctypes
+import hashlib
 import json
 import mmap
 import os
-import secrets
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sandhi_core.files import fsync_directory
+from sandhi_core.files import aside, flush, fsync_directory, open_regular
 
 # safetensors' own order, widest first: files written in it have every tensor aligned to its elements.
 DTYPES: dict[str, torch.dtype] = {
@@ -47,6 +48,7 @@ DTYPES: dict[str, torch.dtype] = {
 _ORDER = {dtype: i for i, dtype in enumerate(DTYPES)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+_MOST_DIMENSIONS = 64  # numpy's limit; torch takes as many
 _CHUNK = 16 << 20  # bytes handed to one write
 PAGE = mmap.PAGESIZE
 """Bytes of which the kernel maps a file in wholes."""
@@ -88,6 +90,33 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return flat.numpy().data.toreadonly()
 
 
+def tensor_digest(dtype: str, shape: Sequence[int], raw: bytes | bytearray | memoryview) -> str:
+    """sha256, hex, over dtype (safetensors' spelling), shape and bytes: `BF16:128,64`, a newline, the data in
+    row-major order (docs/format.md, "Digest")."""
+    digest = hashlib.sha256(digest_prefix(dtype, shape))
+    digest.update(raw)
+    return digest.hexdigest()
+
+
+def digest_prefix(dtype: str, shape: Sequence[int]) -> bytes:
+    """What a tensor's digest covers before its bytes."""
+    return f"{dtype}:{','.join(map(str, shape))}\n".encode()
+
+
+def release(raw: memoryview) -> None:
+    """Of a view of a mapping, give the pages back: this process no longer counts as holding them, and reads them again
+    (from the page cache, as a rule) where they are touched once more. Whatever is no mapping stays as it is."""
+    mapping = raw.obj
+    if isinstance(mapping, mmap.mmap) and raw.nbytes:
+        at = _address(raw) - _address(memoryview(mapping))
+        start = at - at % PAGE
+        mapping.madvise(mmap.MADV_DONTNEED, start, at + raw.nbytes - start)
+
+
+def _address(raw: memoryview) -> int:
+    return int(np.frombuffer(raw, np.uint8).ctypes.data)
+
+
 def tensor_over(dtype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
     """A tensor over read-only bytes, without a copy; a stray write into a mapping is a segmentation fault.
     The tensor keeps `raw`, and with it the mapping, alive.
@@ -96,7 +125,7 @@ def tensor_over(dtype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
     """
     if not raw.nbytes:
         return torch.empty(tuple(shape), dtype=DTYPES[dtype])
-    buffer = (ctypes.c_ubyte * raw.nbytes).from_address(np.frombuffer(raw, np.uint8).ctypes.data)
+    buffer = (ctypes.c_ubyte * raw.nbytes).from_address(_address(raw))
     buffer.keeps = raw  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=DTYPES[dtype]).reshape(tuple(shape))
 
@@ -107,7 +136,7 @@ def read_header(path: Path) -> dict[str, Place]:
     Raises FormatError unless the header is well formed and its tensors cover the rest of the file exactly;
     OSError where the file cannot be read.
     """
-    with path.open("rb") as f:
+    with open_regular(path) as f:
         return header_of(f, os.fstat(f.fileno()).st_size)
 
 
@@ -133,7 +162,7 @@ def header_of(f: "BinaryIO | mmap.mmap", size: int) -> dict[str, Place]:
 
 def map_file(path: Path) -> dict[str, Entry]:
     """Every tensor of a file over one read-only mapping, in file order. Raises as read_header does."""
-    with path.open("rb") as f:
+    with open_regular(path) as f:
         places = header_of(f, os.fstat(f.fileno()).st_size)
         view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
     return {n: Entry(n, p.dtype, p.shape, view[p.start : p.end]) for n, p in places.items()}
@@ -147,21 +176,50 @@ def write_safetensors(path: Path, entries: Iterable[Entry], *, alignment: int = 
 
     Raises OSError.
     """
-    ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
-    aside = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        with aside.open("wb") as f:
-            f.write(header_bytes(ordered, alignment))
-            for entry in ordered:
-                for start in range(0, entry.raw.nbytes, _CHUNK):
-                    f.write(entry.raw[start : start + _CHUNK])
-            f.flush()
-            os.fsync(f.fileno())
-        aside.chmod(0o444)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with aside(path.parent) as (written, f):
+        fill(f, entries, alignment)
+        written.chmod(0o444)
+        written.replace(path)
     fsync_directory(path.parent)
+
+
+def write_hashed(path: Path, entries: Iterable[Entry]) -> dict[str, str]:
+    """As `write_safetensors`; returns the digest of every tensor. A second thread hashes a tensor while it is written,
+    so that its bytes are read from the disk once."""
+    digests: dict[str, str] = {}
+    with ThreadPoolExecutor(1) as hashing, aside(path.parent) as (written, f):
+
+        def pour(f: BinaryIO, entry: Entry) -> None:
+            hashed = hashing.submit(tensor_digest, entry.dtype, entry.shape, entry.raw)
+            _pour(f, entry)
+            digests[entry.name] = hashed.result()
+
+        fill(f, entries, pour=pour)
+        written.chmod(0o444)
+        written.replace(path)
+    fsync_directory(path.parent)
+    return digests
+
+
+def _pour(f: BinaryIO, entry: Entry) -> None:
+    for start in range(0, entry.raw.nbytes, _CHUNK):
+        f.write(entry.raw[start : start + _CHUNK])
+
+
+def fill(
+    f: BinaryIO,
+    entries: Iterable[Entry],
+    alignment: int = ALIGNMENT,
+    pour: Callable[[BinaryIO, Entry], None] = _pour,
+) -> None:
+    """Write into an open, empty file what `write_safetensors` would, each tensor by `pour`, and flush it to the disk.
+    Raises OSError."""
+    ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
+    f.write(header_bytes(ordered, alignment))
+    for entry in ordered:
+        pour(f, entry)
+        release(entry.raw)
+    flush(f)
 
 
 def header_bytes(ordered: Sequence[Entry], alignment: int = ALIGNMENT) -> bytes:
@@ -186,7 +244,9 @@ def _parse(text: bytes) -> dict[str, Any]:
 
     try:
         header = json.loads(text, object_pairs_hook=once)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except FormatError:
+        raise
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of thousands of digits
         raise FormatError("its header is no JSON") from None
     if not isinstance(header, dict):
         raise FormatError("its header is no JSON object")
@@ -194,9 +254,28 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _place(name: str, value: Any) -> tuple[str, Place]:
+    if not _encodable(name):
+        raise FormatError(f"a tensor's name, {ascii(name)[:200]}, is no text")
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
-            known = dtype in DTYPES and start >= 0 and all(type(n) is int and n >= 0 for n in shape)
+            known = dtype in DTYPES and start >= 0 and len(shape) <= _MOST_DIMENSIONS
+            known = known and all(type(n) is int and n >= 0 for n in shape)
             if known and end - start == prod(shape) * DTYPES[dtype].itemsize:
                 return name, Place(dtype, tuple(shape), start, end)
-    raise FormatError(f"tensor {name} has a header entry that makes no sense: {str(value)[:200]}")
+    raise FormatError(f"tensor {name} has a header entry that makes no sense: {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        return ascii(value)[:200]
+    except RecursionError:  # nested as deeply as could just be read
+        return "lists in lists"
+
+
+def _encodable(text: str) -> bool:
+    """Whether it is Unicode: JSON can also spell halves of characters, which no file and no terminal takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

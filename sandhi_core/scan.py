@@ -9,9 +9,8 @@ path, size, time and inode:
 """
 
 import hashlib
-import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
@@ -24,16 +23,17 @@ from pydantic import ValidationError
 from sandhi_core.architecture import layer_count, slots
 from sandhi_core.checkpoint import Checkpoint, digest_prefix, refuse
 from sandhi_core.errors import Problem, StoreError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import aside, fsync_directory, write_atomic, writing
 from sandhi_core.moments import RowStatistics, rounded, row_moments, row_statistics_of, rows_at_once
 from sandhi_core.records import Fingerprint, Record, TensorInfo, digest_of
 from sandhi_core.safetensors_file import (
     Entry,
     FormatError,
+    fill,
     map_file,
     raw_bytes,
+    release,
     tensor_over,
-    write_safetensors,
 )
 from sandhi_core.survey_files import FileIdentity, HeaderEntry
 
@@ -67,12 +67,15 @@ def fingerprint(checkpoint: Checkpoint, scans: Path) -> Fingerprint:
     return record
 
 
-def examine(checkpoint: Checkpoint, scans: Path) -> tuple[Fingerprint | None, list[Problem]]:
-    """`fingerprint`, but with a problem for every tensor that is not finite."""
+def examine(
+    checkpoint: Checkpoint, scans: Path, told: Callable[[int], None] | None = None
+) -> tuple[Fingerprint | None, list[Problem]]:
+    """`fingerprint`, but with a problem for every tensor that is not finite. `told`: called after every tensor that is
+    read, with its bytes."""
     found: list[FileScan] = []
     problems: list[Problem] = []
     for file in checkpoint.weights:
-        scan = _file(checkpoint, file, scans)
+        scan = _file(checkpoint, file, scans, told)
         if isinstance(scan, FileScan):
             found.append(scan)
         else:
@@ -80,12 +83,20 @@ def examine(checkpoint: Checkpoint, scans: Path) -> tuple[Fingerprint | None, li
     if problems:
         return None, problems
     tensors = sorted((t for scan in found for t in scan.tensors), key=lambda t: t.name)
+    return described(checkpoint, tensors, found[0].rows if len(found) == 1 else _together(scans, found)), []
+
+
+def described(checkpoint: Checkpoint, tensors: Sequence[TensorInfo], rows: str) -> Fingerprint:
+    """The fingerprint of a checkpoint that holds `tensors` (by name), whose row statistics lie in `rows`.
+
+    Raises CheckpointError for tensors that do not make up the architecture, and where a file cannot be read any more.
+    """
     digests = {t.name: t.digest for t in tensors}
     shareable, private = slots(checkpoint.model, checkpoint.config, checkpoint.headers, digests)
     nbytes: Counter[str] = Counter()
     for tensor in tensors:
         nbytes[tensor.dtype] += tensor.nbytes
-    record = Fingerprint(
+    return Fingerprint(
         model=checkpoint.model,
         model_type=checkpoint.config["model_type"],
         layers=layer_count(checkpoint.model, checkpoint.config),
@@ -94,9 +105,8 @@ def examine(checkpoint: Checkpoint, scans: Path) -> tuple[Fingerprint | None, li
         tensors=tuple(tensors),
         slots=shareable,
         private=private,
-        rows=found[0].rows if len(found) == 1 else _together(scans, found),
+        rows=rows,
     )
-    return record, []
 
 
 def row_statistics(scans: Path, record: Fingerprint, tensor: str) -> RowStatistics:
@@ -121,20 +131,28 @@ def row_statistics(scans: Path, record: Fingerprint, tensor: str) -> RowStatisti
 # --- one file -----------------------------------------------------------------------------------------------
 
 
-def _file(checkpoint: Checkpoint, file: str, scans: Path) -> FileScan | list[Problem]:
+def _file(
+    checkpoint: Checkpoint, file: str, scans: Path, told: Callable[[int], None] | None
+) -> FileScan | list[Problem]:
     path = (checkpoint.directory / file).resolve()
     key = digest_of([VERSION, file, str(path), *checkpoint.weights[file]])
     kept = scans / "files" / f"{key}.json"
     if (earlier := _kept(kept, scans)) is not None:
         return earlier
     entries = [entry for entry in checkpoint.headers.values() if entry.file == file]
-    scanned = [_scan(entry, checkpoint.raw(entry.name)) for entry in entries]
+    scanned = []
+    for entry in entries:
+        raw = checkpoint.raw(entry.name)
+        scanned.append(_scan(entry, raw))
+        release(raw)
+        if told is not None:
+            told(entry.nbytes)
     checkpoint.require_unchanged(file)
     if problems := [_not_finite(checkpoint.model, s) for s in scanned if s.bad_row is not None]:
         return problems
     rows = _keep_rows(scans, [e for s in scanned if s.rows for e in _entries(s.info.name, s.rows)])
     scan = FileScan(tensors=tuple(s.info for s in scanned), rows=rows)
-    with _writing(kept):
+    with _writing(kept.parent):
         write_atomic(kept, scan.canonical() + b"\n" + _seal(kept, scan))
     return scan
 
@@ -214,7 +232,8 @@ def _rows_path(scans: Path, sha256: str) -> Path:
     return scans / "rows" / f"{sha256}.safetensors"
 
 
-@lru_cache(maxsize=64)
+# Kinship goes through all models of a pool once for every layer: fewer than there are would be checked again each time.
+@lru_cache(maxsize=1024)
 def _read_rows(path: Path, identity: FileIdentity) -> dict[str, Entry]:
     """A file of row statistics, checked against its name once a process (unless it changes)."""
     if _sha256(path) != path.stem:
@@ -224,14 +243,14 @@ def _read_rows(path: Path, identity: FileIdentity) -> dict[str, Entry]:
 
 def _keep_rows(scans: Path, entries: Iterable[Entry]) -> str:
     """Write a file of row statistics under the sha256 of its bytes, which is returned."""
-    aside = scans / "rows" / f".{secrets.token_hex(8)}.tmp"
-    with _writing(aside):
-        try:
-            write_safetensors(aside, entries)
-            sha256 = _sha256(aside)
-            aside.replace(_rows_path(scans, sha256))
-        finally:
-            aside.unlink(missing_ok=True)
+    folder = _rows_path(scans, "").parent
+    with _writing(folder):
+        with aside(folder) as (written, f):
+            fill(f, entries)
+            sha256 = _sha256(written)
+            written.chmod(0o444)
+            written.replace(_rows_path(scans, sha256))
+        fsync_directory(folder)
     return sha256
 
 
@@ -252,13 +271,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+def _writing(folder: Path) -> Iterator[None]:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise StoreError(
-            f"cannot be written: {error.strerror or error}",
-            file=str(path.parent),
-            remedy="give the artifact root space and write permission, or choose another with --root",
-        ) from error

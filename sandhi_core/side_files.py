@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.files import writing
 from sandhi_core.records import canonical_json
 from sandhi_core.safetensors_file import (
     Entry,
@@ -22,7 +23,6 @@ from sandhi_core.safetensors_file import (
     tensor_over,
     write_safetensors,
 )
-from sandhi_core.store import writing
 from sandhi_core.survey_files import FileIdentity
 
 SEAL = "sealed"
@@ -33,7 +33,7 @@ def keep(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write CPU tensors as one file, whole or not at all. Raises StoreError where the root cannot be written."""
     entries = {n: Entry(n, dtype_name(t.dtype), tuple(t.shape), raw_bytes(t)) for n, t in tensors.items()}
     seal = _seal(path, entries)
-    with writing(path):
+    with writing(path, sum(entry.raw.nbytes for entry in entries.values())):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_safetensors(path, [*entries.values(), Entry(SEAL, "U8", (len(seal),), memoryview(seal))])
 

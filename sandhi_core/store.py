@@ -11,15 +11,14 @@ are another file of the same directory, because a checkpoint has no other way to
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import StoreError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import write_atomic, writing
 from sandhi_core.records import canonical_json
 from sandhi_core.safetensors_file import (
     Entry,
@@ -27,6 +26,7 @@ from sandhi_core.safetensors_file import (
     dtype_name,
     map_file,
     raw_bytes,
+    release,
     tensor_over,
     write_safetensors,
 )
@@ -68,7 +68,7 @@ class Store:
         digest = tensor_digest(dtype, shape, raw)
         path = self.path(digest, name)
         if not self._intact(path, digest, name):
-            with writing(path):
+            with writing(path, raw.nbytes):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_safetensors(path, [Entry(name, dtype, tuple(shape), raw)], alignment=self._alignment)
         return digest
@@ -142,17 +142,6 @@ class Store:
         if list(entries) != [name]:
             return False
         _, dtype, shape, raw = entries[name]
-        return tensor_digest(dtype, shape, raw) == digest
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises StoreError in place of what the file system raises."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"cannot be written: {error.strerror or error}",
-            file=str(path),
-            remedy="give the artifact root space and write permission, or choose another with --root",
-        ) from error
+        found = tensor_digest(dtype, shape, raw)
+        release(raw)
+        return found == digest

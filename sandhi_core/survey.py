@@ -47,7 +47,10 @@ def survey(directory: Path, model: str, index: str = INDEX) -> Survey:
     _read_config(found, files, readable)
     shards = _weight_files(found, files, readable)
     _read_headers(found, shards)
-    found.complete = bool(found.weights) and found.weights.keys() == {*shards, *found.shard_of.values()}
+    all_read = bool(found.weights) and found.weights.keys() == {*shards, *found.shard_of.values()}
+    if all_read and not found.headers:
+        found.report("weights-missing", "holds no tensor at all", DOWNLOAD, shards[0])
+    found.complete = all_read and bool(found.headers)
     if found.index is not None:
         _compare_with_index(found)
     return found

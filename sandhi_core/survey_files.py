@@ -3,11 +3,13 @@
 import fnmatch
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sandhi_core.errors import Problem
+from sandhi_core.files import open_regular
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 UNREAD = (*PICKLES, "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.npz")
@@ -23,6 +25,7 @@ WEIGHTS = (*UNREAD, *(f"*{suffix}" for suffix in SUFFIXES.values()), "*.index.js
 """Files that hold or index weights: never copied beside an export's own."""
 
 DOWNLOAD = "download it again: `hf download`, or `git lfs pull` in a clone"
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024  # pointers are shorter
 
@@ -142,11 +145,40 @@ def readable_file(found: Survey, file: str) -> bool:
     return True
 
 
+class _AmbiguousError(ValueError):
+    """Text that some readers of JSON take, and not all alike."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+        raise _AmbiguousError(f"{twice[:200]!r} stands twice in it: readers disagree which one counts")
+    return members
+
+
+def _no_number(name: str) -> None:
+    raise _AmbiguousError(f"is no JSON: {name} is no number of it")
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError with a reason where it is none, OSError if unreadable."""
+    """A JSON object from a file. Raises ValueError with a reason where it is none, or one that readers take for
+    different ones; OSError if unreadable."""
+    with open_regular(path) as file:
+        return json_object(file.read())
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ValueError with a reason where it is none, or one that readers take for different ones."""
     try:
-        value = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
+        if _HALF.search(text):  # of a character: no file and no terminal takes one alone
+            json.dumps(value, ensure_ascii=False).encode()
+    except _AmbiguousError:
+        raise
+    except UnicodeEncodeError:
+        raise ValueError("is no JSON that anyone wrote: holds half of a character") from None
+    except ValueError as error:  # no UTF-8, no JSON, a number of thousands of digits
         raise ValueError(f"is no JSON: {error}") from None
     except RecursionError:
         raise ValueError("is no JSON that anyone wrote: nested too deeply") from None

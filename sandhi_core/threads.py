@@ -1,7 +1,7 @@
 """Arithmetic whose bytes must not depend on how many threads do it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -15,3 +15,8 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def steady(device: torch.device) -> AbstractContextManager[None]:
+    """For one pass of a model on `device` from which numbers are kept: on a CPU one thread answers."""
+    return one_thread() if device.type == "cpu" else nullcontext()

@@ -1,11 +1,12 @@
 """Tokenizers, as far as they decide whether two models' embeddings can be compared."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from sandhi_core.survey_files import read_json
+from sandhi_core.survey_files import json_object
 
 TOKENIZER = "tokenizer.json"
 TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -16,9 +17,15 @@ def token_ids(path: Path) -> dict[str, int]:
     """Every token's id, from a tokenizer.json; added tokens included.
 
     Sizes say nothing: two tokenizers of one size can number their tokens differently. Raises ValueError with a
-    reason where the file is no tokenizer, OSError where it cannot be read.
+    reason where the file is no tokenizer, OSError where it cannot be read. Not to be changed: fine-tunes of one base
+    have equal files, which are read but once taken apart.
     """
-    data = read_json(path)
+    return _numbered(path.read_bytes())
+
+
+@lru_cache(maxsize=4)
+def _numbered(text: bytes) -> dict[str, int]:
+    data = json_object(text)
     model = data.get("model")
     vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # Unigram: [token, score] in the order of ids

@@ -1,5 +1,6 @@
 """`sandhi check` of a whole pool: what is wrong with tasks and machine is told like what is wrong with models."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 import yaml
 from lm_eval.tasks import TaskManager
 
-from pipelines import checking
+from pipelines import progress
 from pipelines.checking import check
+from sandhi_core.__main__ import main
+from sandhi_core.checkpoint import Checkpoint
 from sandhi_core.evaluation import requests
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama
@@ -81,16 +84,44 @@ def test_what_no_other_file_is_to_blame_for_is_told_of_the_pool_file(
         ("device-missing", None): f"{file}:15",
     }
     assert [g["models"] for g in document["plan"]["groups"]] == [["a"]]  # the others cannot be read
-    assert capsys.readouterr().err == "reading the checkpoints of 3 models\nbuilding the tasks\n"
+    assert re.fullmatch(
+        r"reading the checkpoints of 3 models, [0-9.]+ KiB\nbuilding the tasks\n", capsys.readouterr().err
+    )
 
 
 def test_checkpoints_that_take_long_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checking, "REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "REPEAT_SECONDS", 0.0)
     choice_task(tmp_path / "tasks")
     check(pool_file(tmp_path), tmp_path / "root")
-    assert "  a, 1 of 2\n  b, 2 of 2\n" in capsys.readouterr().err
+    told = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"  a, 1 of 2: [0-9.]+ \w+ read, [0-9.]+ \w+/s, at most [0-9:]+ left", told[1])
+    assert any(line.startswith("  b, 2 of 2: ") for line in told)
+    check(pool_file(tmp_path), tmp_path / "root", headers_only=True)
+    assert (
+        capsys.readouterr().err == "reading the checkpoints of 2 models\n  a, 1 of 2\n  b, 2 of 2\nbuilding the tasks\n"
+    )
+
+
+def test_headers_alone_give_the_same_plan_and_say_what_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice_task(tmp_path / "tasks")
+    file = pool_file(tmp_path)
+    whole = check(file, tmp_path / "root")
+    monkeypatch.setattr(Checkpoint, "raw", lambda *_: pytest.fail("weights were read"))
+    found = check(file, tmp_path / "other", headers_only=True)
+    (warning,) = [p for p in found["problems"] if p not in whole["problems"]]
+    assert (warning["code"], warning["severity"]) == ("weights-unread", "warning")
+    assert found["ok"] is whole["ok"] is True
+    assert found["plan"] == whole["plan"]
+    assert list((tmp_path / "other" / "scans").iterdir()) == []  # nothing of it is kept
+
+
+def test_a_build_reads_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", str(tmp_path / "pool.yaml"), "--headers-only"]) == 2
+    assert "give --headers-only with --dry-run, or to check" in capsys.readouterr().err
 
 
 def test_a_task_that_cannot_be_built_is_told_of_its_models(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -289,6 +290,21 @@ def test_a_full_disk_is_one_clear_error(case: Case, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StoreError, match="No space left on device"):
         case.export()
     assert contents(root) == before
+    assert [p.name for p in root.parent.iterdir()] == [root.name]
+
+
+def test_a_disk_that_takes_no_change_any_more_is_the_same_error(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be cleared then is cleared by the next export."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refused)
+        patch.setattr(shutil, "rmtree", refused)
+        with pytest.raises(StoreError, match="Read-only file system"):
+            case.export()
+    root, _ = case.exported()
     assert [p.name for p in root.parent.iterdir()] == [root.name]
 
 

@@ -231,6 +231,23 @@ def test_an_alignment_stands_beside_models_not_among_them(stage: str) -> None:
         assert narrow == {"models": ["a", "alignment"]} == {k: v for k, v in wide.items() if k != "alignment"}
 
 
+def test_an_engine_of_ones_own_is_a_matter_of_proof_and_deployment_alone() -> None:
+    built, pool = World(), make_pool("p", MODELS)
+    built.build(catalogue(pool), FILES)
+
+    def with_engine(**engines: str) -> Pool:
+        models = [m.model_copy(update={"engine": engines.get(m.name)}) for m in pool.models]
+        return pool.model_copy(update={"models": tuple(models)})
+
+    for same in (with_engine(), with_engine(a="vllm", b="vllm")):  # whether it is written or not
+        assert built.build(catalogue(same), FILES) == set()
+    assert built.build(catalogue(with_engine(b="transformers")), FILES) == {
+        ("sharing_proof", "p"),
+        ("deployment", "p"),
+    }
+    assert built.build(catalogue(with_engine(b="transformers", a="vllm")), FILES) == set()
+
+
 def test_what_weighs_inputs_is_seen_by_the_groups_and_by_no_others(based: tuple[World, Pool, Files]) -> None:
     """A task may change without any score of the profile: then the groups are all that tells."""
     built, pool, files = based

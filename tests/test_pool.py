@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sandhi_core.errors import PoolError
 from sandhi_core.pool import ModelEntry, Pool, TaskBudget, json_schema, load_pool, size_in_bytes
 
+PATH = "    path: checkpoints/legal\n"
 MINIMAL = """\
 name: specialists
 models:
@@ -378,13 +379,50 @@ def entry(**budgets: float) -> ModelEntry:
             "deploy.adapters needs merging.affine: none, not rows",
         ),
         ("deploy: {engine: transformers, plugin: true}\n", "deploy.plugin: true needs deploy.engine: vllm"),
+        (
+            "search: {strategy: ladder}\nmerging: {residuals: low_rank}\ndeploy: {adapters: {}}\n",
+            "a model's own engine (vllm) goes with no deploy.adapters (leave the engine out",
+        ),
         ("deploy: {adapters: {max_rank: 48}}\n", "deploy.adapters.max_rank"),
         ("deploy: {adapters: {max_rank: true}}\n", "must be a rank that vLLM takes"),
         ("deploy: {adapters: {rank: 8}}\n", "deploy.adapters.rank"),
     ],
 )
 def test_settings_that_need_others_say_which(tmp_path: Path, sections: str, message: str) -> None:
-    assert message in mistakes(tmp_path, MINIMAL + sections)
+    own = "own engine (vllm)" in message
+    assert message in mistakes(tmp_path, MINIMAL.replace(PATH, PATH + "    engine: vllm\n" * own) + sections)
+
+
+@pytest.mark.parametrize(
+    ("own", "deploy", "engines"),
+    [
+        ("", "", ["vllm", "vllm"]),
+        ("engine: transformers", "", ["transformers", "vllm"]),
+        ("engine: vllm", "", ["vllm", "vllm"]),
+        ("engine: vllm", "deploy: {engine: transformers}\n", ["vllm", "transformers"]),
+    ],
+)
+def test_a_model_may_have_an_engine_of_its_own(tmp_path: Path, own: str, deploy: str, engines: list[str]) -> None:
+    pool = load_pool(write(tmp_path, MINIMAL.replace(PATH, f"{PATH}    {own}\n") + deploy))
+    assert pool.engines == dict(zip(("legal", "medical"), engines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("own", "deploy", "remedy"),
+    [
+        ("transformers", "{plugin: false}", "set deploy.engine: transformers"),  # the other is vLLM's
+        ("vllm", "{engine: transformers, plugin: false}", "set engine: transformers"),
+    ],
+)
+def test_residuals_are_applied_by_the_engine_of_every_model(tmp_path: Path, own: str, deploy: str, remedy: str) -> None:
+    text = MINIMAL.replace(PATH, f"{PATH}    engine: {own}\n") + "search: {strategy: ladder}\n"
+    found = mistakes(tmp_path, f"{text}merging: {{residuals: low_rank}}\ndeploy: {deploy}\n")
+    assert "merging.residuals: low_rank is not applied by vLLM with deploy.plugin: false" in found and remedy in found
+
+
+def test_engines_that_are_none_are_told_at_their_line(tmp_path: Path) -> None:
+    found = mistakes(tmp_path, MINIMAL.replace(PATH, PATH + "    engine: [vllm]\n"))
+    assert "pool.yaml:5: models[0].engine must be 'vllm' or 'transformers'" in found
 
 
 @pytest.mark.parametrize("deploy", ["", "deploy: {engine: transformers}\n", "deploy: {engine: vllm, plugin: true}\n"])

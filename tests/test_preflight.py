@@ -62,7 +62,8 @@ def test_a_shallow_look_reads_no_weights(tmp_path: Path, monkeypatch: pytest.Mon
     directory = tiny_llama(tmp_path / "m")
     edit_tensors(directory, lambda t: t["model.norm.weight"].fill_(float("nan")))
     monkeypatch.setattr(Checkpoint, "raw", lambda *_: pytest.fail("read"))
-    assert check_model(entry("m", directory), tmp_path / "scans", deep=False) == ([], None)
+    problems, found = check_model(entry("m", directory), tmp_path / "scans", deep=False)
+    assert problems == [] and found is not None
     assert not (tmp_path / "scans").exists()
 
 
@@ -166,8 +167,8 @@ def pool_of(tmp_path: Path, models: dict[str, Path], **settings: Any) -> tuple[P
     return pool, found
 
 
-def twins(tmp_path: Path) -> dict[str, Path]:
-    return {name: tiny_llama(tmp_path / name, seed) for seed, name in enumerate(("a", "b"))}
+def twins(tmp_path: Path, **config: int) -> dict[str, Path]:
+    return {name: tiny_llama(tmp_path / name, seed, **config) for seed, name in enumerate(("a", "b"))}
 
 
 def counts(profile: int, search: int, holdout: int, models: str = "ab") -> Counts:
@@ -341,7 +342,7 @@ def test_a_device_must_be_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    pool, found = pool_of(tmp_path, twins(tmp_path))
+    pool, found = pool_of(tmp_path, twins(tmp_path, head_dim=32))
     problems = check_pool(on_device(pool, device), found, None, tmp_path)
     assert [(p.severity, p.code) for p in problems] == ([("error", "device-missing")] if missing else [])
     if missing:

@@ -351,7 +351,7 @@ def test_verify_counts_residuals(adjusted: Case) -> None:
 
 
 def test_an_engine_that_leaves_residuals_out_is_not_deployed(adjusted: Case) -> None:
-    root = edited(deployed(adjusted), lambda d: d.update(engine="vllm"))
+    root = edited(deployed(adjusted), lambda d: [server.update(engine="vllm") for server in d["servers"]])
     (problem,) = check_deployment(root, read_manifest(root))
     assert (problem.model, problem.severity) == ("single", "error")
     assert problem.message == "adds residuals to shared tensors, which vllm without the plugin does not apply"

@@ -18,6 +18,7 @@ from sandhi_core.deploy.spec import DeploymentSpec, Server, serve
 from sandhi_core.disk import unreadable
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.layout import DEPLOYMENT, OTHER_VERSION, main_dtype, other_version
+from sandhi_core.pool import Engine
 from sandhi_core.records import ExportedModel, Manifest
 
 AGAIN = f"restore {DEPLOYMENT} from where the export was built, or remove it and build again"
@@ -74,9 +75,22 @@ def _derived(spec: DeploymentSpec, manifest: Manifest, export_root: Path) -> Dep
     dtypes = {name: main_dtype(model) for name, model in manifest.models.items()}
     scored = {s.model: Scored(s.original, s.scored_dtype, s.steps, s.tasks) for s in _served(spec)}
     served = serve(
-        spec.engine, spec.plugin, Path(spec.export), manifest, configs, dtypes, spec.memory.device_bytes, scored
+        _engines(spec, manifest),
+        spec.plugin,
+        Path(spec.export),
+        manifest,
+        configs,
+        dtypes,
+        spec.memory.device_bytes,
+        scored,
     )
     return derived.model_copy(update=served._asdict())
+
+
+def _engines(spec: DeploymentSpec, manifest: Manifest) -> dict[str, Engine]:
+    """By model what the pool asks for, which its servers say. Beside adapters no model has an engine of its own."""
+    own = {} if manifest.stock is not None else {server.model: server.engine for server in spec.servers}
+    return dict.fromkeys(manifest.models, spec.engine) | own
 
 
 def _served(spec: DeploymentSpec) -> list[Server | Adapted]:

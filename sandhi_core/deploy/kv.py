@@ -34,8 +34,7 @@ def kv_cache(model: str, config: Mapping[str, Any], dtype: str) -> KvCache:
     try:
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        default = HEAD_SIZES.get(str(config.get("model_type"))) or int(config["hidden_size"]) // heads
-        head_size = int(config.get("head_dim") or default)
+        size = head_size(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"cannot tell how many layers and heads there are: {error}",
@@ -45,11 +44,20 @@ def kv_cache(model: str, config: Mapping[str, Any], dtype: str) -> KvCache:
         ) from None
     windowed = _windowed_layers(config, layers)
     return KvCache(
-        bytes_per_token=2 * layers * kv_heads * head_size * DTYPE_BYTES[dtype],
+        bytes_per_token=2 * layers * kv_heads * size * DTYPE_BYTES[dtype],
         layers=layers,
         windowed_layers=windowed,
         window=int(config["sliding_window"]) if windowed else None,
     )
+
+
+def head_size(config: Mapping[str, Any]) -> int:
+    """Elements of an attention head of a decoder. Raises KeyError, TypeError, ValueError or ZeroDivisionError where its
+    configuration does not say."""
+    default = HEAD_SIZES.get(str(config.get("model_type"))) or (
+        int(config["hidden_size"]) // int(config["num_attention_heads"])
+    )
+    return int(config.get("head_dim") or default)
 
 
 def _windowed_layers(config: Mapping[str, Any], layers: int) -> int:

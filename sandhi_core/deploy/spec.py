@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from sandhi_core.adapters import told
 from sandhi_core.assignment import factors_among
@@ -19,9 +19,9 @@ from sandhi_core.deploy.launch import Launch
 from sandhi_core.deploy.sizing import ModelMemory, PoolMemory, capacity, memory_of
 from sandhi_core.deploy.stock import StockMemory, stock_memory
 from sandhi_core.errors import ProofError
-from sandhi_core.files import write_atomic
+from sandhi_core.files import write_atomic, writing
 from sandhi_core.layout import DEPLOYMENT
-from sandhi_core.pool import Pool
+from sandhi_core.pool import Engine, Pool
 from sandhi_core.records import (
     ExportedModel,
     Fingerprint,
@@ -35,7 +35,6 @@ from sandhi_core.records import (
     StockPlan,
 )
 
-Engine = Literal["vllm", "transformers"]
 ENGINES: Mapping[Engine, ModuleType] = {"vllm": vllm, "transformers": library}
 """Each with `residuals`, `served_dtype`, `launch`, `command` and `pool_notes`."""
 
@@ -79,8 +78,8 @@ class DeploymentSpec(Record):
     schema_version: Literal[2] = 2
     pool: str
     point: str
-    engine: Engine
-    plugin: bool  # whether vLLM is the one with Sandhi's plugin; false for another engine
+    engine: Engine  # the pool's; each server has its own
+    plugin: bool  # whether vLLM is the one with Sandhi's plugin; false where it serves no model
     export: str  # absolute
     manifest: str
     proof: str
@@ -133,13 +132,12 @@ def deployment_spec(
         for name in manifest.models
     }
     dtypes = {name: fingerprints[name].dtype for name in manifest.models}
-    engine = pool.deploy.engine
-    plugin = engine == "vllm" and pool.deploy.plugin
-    served = serve(engine, plugin, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
+    plugin = "vllm" in pool.engines.values() and pool.deploy.plugin
+    served = serve(pool.engines, plugin, export_root, manifest, configs, dtypes, pool.deploy.device_bytes, scored)
     return DeploymentSpec(
         pool=pool.name,
         point=points.deployed.name,
-        engine=engine,
+        engine=pool.deploy.engine,
         plugin=plugin,
         export=str(export_root),
         manifest=manifest.digest,
@@ -150,12 +148,12 @@ def deployment_spec(
         stock=manifest.stock,
         stock_memory=served.stock_memory,
         bases=served.bases,
-        notes=tuple(_notes(engine, plugin, manifest.stock, served)),
+        notes=tuple(_notes(pool.deploy.engine, plugin, manifest.stock, served)),
     )
 
 
 def serve(
-    engine: Engine,
+    asked: Mapping[str, Engine],
     plugin: bool,
     export_root: Path,
     manifest: Manifest,
@@ -164,8 +162,9 @@ def serve(
     device_bytes: int,
     scored: Mapping[str, Scored],
 ) -> Served:
-    """How a pool is served; `plugin`: whether vLLM has Sandhi's. Raises as `deployment_spec` does."""
-    engines = {name: _engine(engine, plugin, name, manifest) for name in manifest.models}
+    """How a pool is served; `asked`: by model the engine that the pool asks for, `plugin`: whether vLLM has Sandhi's.
+    Raises as `deployment_spec` does."""
+    engines = {name: _engine(asked[name], plugin, name, manifest) for name in manifest.models}
     _refuse_residuals(engines, plugin, manifest)
     served = {name: ENGINES[engines[name]].served_dtype(name, dtypes[name]) for name in manifest.models}
     memory, models = memory_of(device_bytes, manifest, configs, dtypes)
@@ -210,7 +209,7 @@ def _engine(engine: Engine, plugin: bool, name: str, manifest: Manifest) -> Engi
 
 def _notes(engine: Engine, plugin: bool, plan: StockPlan | None, served: Served) -> Iterator[str]:
     if plan is None:
-        yield from ENGINES[engine].pool_notes(served.memory, plugin)
+        yield from _notes_by_engine(plugin, served)
         return
     yield f"{told(plan)}; each base and its adapters are one server, which holds the base once"
     if served.stock_memory is not None:
@@ -220,6 +219,16 @@ def _notes(engine: Engine, plugin: bool, plan: StockPlan | None, served: Served)
         yield from library.NOTES
 
 
+def _notes_by_engine(plugin: bool, served: Served) -> Iterator[str]:
+    """Of each engine that occurs; of two, with the models that it serves."""
+    models = {e: [server.model for server in served.servers if server.engine == e] for e in get_args(Engine)}
+    for engine, names in models.items():
+        if 0 < len(names) < len(served.servers):
+            yield f"{', '.join(names)}, served by {engine}:"
+        if names:
+            yield from ENGINES[engine].pool_notes(served.memory, plugin)
+
+
 def _refuse_residuals(engines: Mapping[str, Engine], plugin: bool, manifest: Manifest) -> None:
     for name, model in sorted(manifest.models.items()):
         engine = engines[name]
@@ -227,8 +236,8 @@ def _refuse_residuals(engines: Mapping[str, Engine], plugin: bool, manifest: Man
             raise ProofError(
                 f"adds residuals to shared tensors, which {engine} without the plugin does not apply",
                 model=name,
-                remedy="set deploy.plugin to true, deploy.engine to transformers (sandhi_core.serving.load applies "
-                "them), or merging.residuals to none, and build again",
+                remedy="set deploy.plugin to true, its engine or deploy.engine to transformers "
+                "(sandhi_core.serving.load applies them), or merging.residuals to none, and build again",
             )
 
 
@@ -297,5 +306,7 @@ def write_deployment(export_root: Path, spec: DeploymentSpec) -> Path:
     """Write the specification beside the export's manifest, laid out for people; returns its path."""
     path = export_root / DEPLOYMENT
     text = json.dumps(spec.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
-    write_atomic(path, text.encode() + b"\n", mode=0o444)
+    data = text.encode() + b"\n"
+    with writing(path, len(data)):
+        write_atomic(path, data, mode=0o444)
     return path

@@ -3,12 +3,13 @@ vllm/config/lora.py and docs/features/lora)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
 from sandhi_core.deploy import launch as launches
-from sandhi_core.deploy.kv import KvCache
+from sandhi_core.deploy.kv import KvCache, head_size
 from sandhi_core.deploy.launch import PYTHON, Launch
 from sandhi_core.deploy.sizing import Capacity, ModelMemory, PoolMemory
 from sandhi_core.deploy.stock import BaseMemory, StockMemory
@@ -25,6 +26,10 @@ PLUGIN = ("--quantization", NAME, "--load-format", NAME)
 """What has vLLM use Sandhi's plugin: shared tensors are mapped, and what models add to them is applied."""
 BLOCK = 16
 """Tokens in a block of vLLM's cache, by default: a sequence takes whole ones."""
+
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Elements of a head that vLLM's attention takes on a CPU (vllm/v1/attention/backends/cpu_attn.py); an engine with
+others starts, and fails at the first request."""
 
 DTYPES = {stored: name for stored, name in launches.DTYPES.items() if stored != "F64"}
 """safetensors' spelling to vLLM's."""
@@ -47,6 +52,15 @@ def served_dtype(model: str, dtype: str) -> str:
             remedy="store the checkpoint in bfloat16, float16 or float32",
         )
     return DTYPES[dtype]
+
+
+def heads_beyond_cpu(config: Mapping[str, Any]) -> int | None:
+    """Elements of a head of the model with this config.json where vLLM does not take such on a CPU; None where it does,
+    or the configuration is one of which vLLM says more itself."""
+    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+        size = head_size(config.get("text_config") or config)
+        return None if size in CPU_HEADS else size
+    return None
 
 
 def command(

@@ -67,7 +67,8 @@ class Evaluator:
     """Scores one model. The model is loaded by stock transformers at the first score that is not in the log.
 
     `evaluated` is called with the seconds of every fresh evaluation; `evaluations` counts them. `original`: the
-    checkpoint's own weights.
+    checkpoint's own weights. `unchanged` is called when the model has been loaded, and raises where its files are not
+    those of the fingerprint.
     Raises TaskError where a task cannot be built.
     """
 
@@ -80,6 +81,7 @@ class Evaluator:
         log: ScoreLog,
         cache_directory: Path,
         evaluated: Callable[[float], None] = lambda seconds: None,
+        unchanged: Callable[[], object] = lambda: None,
     ) -> None:
         if settings.threads is not None:
             # Not only where a model is loaded: what is computed from answers that are known already (decompositions)
@@ -91,6 +93,7 @@ class Evaluator:
         self._settings = settings
         self._log = log
         self._evaluated = evaluated
+        self._unchanged = unchanged
         self.suite = load_tasks(entry, settings, cache_directory)
         self.contexts = {split: _context(self.suite, split, settings) for split in SPLITS}
         self.resident: Resident | None = None
@@ -180,7 +183,9 @@ class Evaluator:
 
     def _loaded(self) -> Resident:
         if self.resident is None:
-            self.resident = Resident(self._directory, self._entry.name, self._settings)
+            loaded = Resident(self._directory, self._entry.name, self._settings)
+            self._unchanged()
+            self.resident = loaded
         return self.resident
 
     def _require_answers(self, split: Split) -> None:

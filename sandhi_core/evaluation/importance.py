@@ -25,6 +25,7 @@ from sandhi_core.evaluation.packing import TokenSequence
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.records import Fingerprint
 from sandhi_core.side_files import keep, kept
+from sandhi_core.threads import steady
 
 TOKENS = 2**14
 """As many of the split's answers, evenly chosen, as have so many tokens together with what stands before them."""
@@ -102,7 +103,7 @@ def importance(
         raise EvaluationError("no question asks for an answer", remedy=REMEDY)
     sums = _Sums()
     try:
-        with _derived(held, names, sums):
+        with _derived(held, names, sums), steady(held.model.device):
             for batch in _batches(chosen):
                 _backward(held.model, batch, sums)
     except torch.OutOfMemoryError:  # a RuntimeError too

@@ -21,6 +21,7 @@ from sandhi_core.rungs.allotment import LADDER_VERSION
 from sandhi_core.rungs.grams import BLOCK, Gram, GramSum
 from sandhi_core.rungs.residual import Weighting, weighting
 from sandhi_core.side_files import keep, kept
+from sandhi_core.threads import steady
 
 SAME_INPUT: Mapping[str, str] = {"k": "q", "v": "q", "up": "gate"}
 """Projections that read what another of their layer reads."""
@@ -119,7 +120,7 @@ def input_grams(
     for names in _passes(held, [slot.tensor for slot in sources], memory, block):
         held.scorer.forget()
         sums: dict[str, GramSum] = {}
-        with _watched(held, names, sums, block):
+        with _watched(held, names, sums, block), steady(held.model.device):
             held.answers(suite, split)
         for name in names:
             if name not in sums:
@@ -129,8 +130,20 @@ def input_grams(
                     remedy="set merging.residuals: none and merging.methods: [mean], or give the model questions that "
                     "use it",
                 )
-            yield name, sums.pop(name).mean()
+            yield name, _finite(name, sums.pop(name).mean())
     held.scorer.forget()
+
+
+def _finite(name: str, gram: Gram) -> Gram:
+    """The moments, if they are numbers. Raises EvaluationError where something infinite was read, or would be in the
+    square."""
+    if not all(bool(part.isfinite().all()) for part in (*gram.blocks, gram.centre)):
+        raise EvaluationError(
+            "what goes into this tensor is not finite, or too large to be squared",
+            tensor=name,
+            remedy="score in float32, or check the weights of this layer and those before it",
+        )
+    return gram
 
 
 def read_by(slot: Slot, slots: Sequence[Slot]) -> str:

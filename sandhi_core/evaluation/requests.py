@@ -20,6 +20,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from sandhi_core.errors import TaskError
 from sandhi_core.evaluation.taskfiles import find_task, local_data_files, task_names
+from sandhi_core.files import FULL, unwritable
 
 GENERATION = "generate_until"
 
@@ -47,7 +48,8 @@ def ask(include: Path | None, name: str, seed: int, cache_directory: Path, ident
     is built anew; `seed` draws few-shot examples; what the datasets library makes of local data files goes
     below `cache_directory`.
 
-    Raises TaskError for a task that does not exist, cannot be built, or samples its answers.
+    Raises TaskError for a task that does not exist, cannot be built, or samples its answers; StoreError where
+    `cache_directory` cannot be written.
     """
     datasets.disable_progress_bars()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -63,6 +65,8 @@ def ask(include: Path | None, name: str, seed: int, cache_directory: Path, ident
     except TaskError:
         raise
     except (Exception, SystemExit) as error:  # task files and their functions can fail in any way
+        if disk := _of_disk(error, cache_directory):
+            raise unwritable(cache_directory, disk) from error
         raise TaskError(
             f"lm-eval cannot build task {name!r}: {_reason(error)}",
             file=str(find_task(include, name) or "") or None,
@@ -71,6 +75,16 @@ def ask(include: Path | None, name: str, seed: int, cache_directory: Path, ident
     _refuse_sampling(name, task.instances)
     questions = _questions(task.instances)
     return Asked(task, questions, _digest(questions))
+
+
+def _of_disk(error: BaseException | None, folder: Path) -> OSError | None:
+    """The failure to write into `folder` that an error goes back to, if it does."""
+    while error is not None:
+        below = isinstance(error, OSError) and str(error.filename or "").startswith(str(folder))
+        if isinstance(error, OSError) and (below or error.errno in FULL):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _reason(error: BaseException) -> str:

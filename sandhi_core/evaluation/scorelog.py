@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from sandhi_core.errors import StoreError
-from sandhi_core.files import fsync_directory
+from sandhi_core.files import fsync_directory, writing
 from sandhi_core.records import Evaluation
 
 
@@ -55,14 +55,9 @@ class ScoreLog:
 
     def add(self, evaluation: Evaluation) -> None:
         """Append one evaluation; it is on the disk when this returns."""
-        try:
-            self._append(_Line.of(evaluation).canonical() + b"\n")
-        except OSError as error:
-            raise StoreError(
-                f"the score log cannot be written: {error.strerror or error}",
-                file=str(self._path),
-                remedy="give the artifact root space and write permission, or choose another with --root",
-            ) from error
+        line = _Line.of(evaluation).canonical() + b"\n"
+        with writing(self._path, len(line)):
+            self._append(line)
         self._found[evaluation.weights, evaluation.context] = evaluation
 
     def _append(self, line: bytes) -> None:

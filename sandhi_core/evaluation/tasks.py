@@ -119,7 +119,8 @@ class Suite:
 def load_tasks(entry: ModelEntry, settings: EvaluationSettings, cache_directory: Path) -> Suite:
     """The tasks of one model. `cache_directory` is where the datasets library converts local data files.
 
-    Raises TaskError for a task or metric that does not exist, that samples, or that has no questions.
+    Raises TaskError for a task or metric that does not exist, that samples, or that has no questions; StoreError where
+    `cache_directory` cannot be written.
     """
     return Suite(tuple(_suite_task(wanted, settings, cache_directory) for wanted in entry.tasks))
 

@@ -19,6 +19,7 @@ from sandhi_core.evaluation.resident import Resident
 from sandhi_core.records import Fingerprint
 from sandhi_core.rungs.grams import Gram, GramSum
 from sandhi_core.side_files import keep, kept
+from sandhi_core.threads import steady
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,18 @@ class Uses:
         held.answers(self._evaluator.suite, "profile")  # what is computed once is computed before anything is counted
         held.scorer.forget()
         sums = _Sums()
-        with sums.watching(held, self._names):
+        with sums.watching(held, self._names), steady(held.model.device):
             held.answers(self._evaluator.suite, "profile")
         held.scorer.forget()
         for name in self._names:
             if found := sums.found(name):
+                if not all(bool(part.isfinite().all()) for part in found.values()):
+                    raise EvaluationError(
+                        "what this tensor acts on is not finite, or too large to be squared",
+                        model=self._model,
+                        tensor=name,
+                        remedy="score in float32, or check the weights of this layer and those before it",
+                    )
                 keep(self._file(name), found)
 
     def _file(self, tensor: str) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sandhi_core.architectures import ARCHITECTURES
 from sandhi_core.assignment import Assignment, factor_names, vector_names
 from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.errors import MergeError
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, nbytes
@@ -192,6 +193,13 @@ class Offers:
         found = kept(file)
         if found is None:
             found = compared(self._checkpoint.tensor(name), self._store.tensor(shared))
+            if any(bool(part.isnan().any()) for part in found.values()):
+                raise MergeError(
+                    "its difference from the shared tensor is no number: both are too large to be compared",
+                    model=self._fingerprint.model,
+                    tensor=name,
+                    remedy="leave this model out of the pool, or set merging.residuals: none",
+                )
             keep(file, found)
         return file, found
 

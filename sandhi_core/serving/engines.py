@@ -6,12 +6,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sandhi_core.errors import UsageError
+from sandhi_core.pool import Engine
 from sandhi_core.serving.processes import QUIET
 
-Engine = Literal["transformers", "vllm"]
 PYTHON = "SANDHI_VLLM_PYTHON"
 """The environment variable that names the Python of a vLLM with this package. It is no setting of a pool: where an
 engine lies is a matter of the machine, and moving it must not make a pool's records stale."""

@@ -39,7 +39,8 @@ def main(arguments: list[str]) -> int:
     pairs = list(zip(words[::2], words[1::2], strict=True))
     for _, directory in pairs:
         with suppress(Exception):  # the child says what is wrong with a directory
-            MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(directory))]  # imports its module, once for all
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # imports its module, once for all
     said, saying = os.pipe()
     for model, directory in pairs:
         if os.fork() == 0:

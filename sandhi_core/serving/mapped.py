@@ -23,6 +23,7 @@ from sandhi_core.assignment import factor_names, is_factor, vector_names
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError, ProofError
+from sandhi_core.files import open_regular
 from sandhi_core.layout import MANIFEST, read_manifest, shards
 from sandhi_core.records import ExportedTensor, Manifest
 from sandhi_core.rungs.residual import Residual
@@ -64,7 +65,7 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where it cannot be opened, FormatError unless it is a whole safetensors file."""
-        with path.open("rb") as f:
+        with open_regular(path) as f:
             file = _file(f.fileno())
             size = file[1].size
             with _mapping:
@@ -90,7 +91,7 @@ class Shard:
         still has the file that is mapped, whose bytes may have been held to digests."""
         if self._own is None:
             # A descriptor kept since then would be a second one for each of some hundred files.
-            with self.path.open("rb") as f:
+            with open_regular(self.path) as f:
                 if _file(f.fileno()) != self._file:
                     raise OSError("another file has taken its place meanwhile")
                 size = self._file[1].size
@@ -241,7 +242,7 @@ def mapped_model(directory: Path) -> MappedModel | None:
     """The model whose directory this is, None where it is a checkpoint that belongs to no export, or a base that an
     export has beside its models. Raises as MappedModel.open does."""
     directory = directory.resolve()
-    if not (directory.parent / MANIFEST).is_file():
+    if not os.path.lexists(directory.parent / MANIFEST):
         return None
     manifest = read_manifest(directory.parent)
     model = model_in(manifest, directory)

@@ -12,8 +12,7 @@ from sandhi_core.errors import ServingError
 from sandhi_core.memory import Holder, Identity, accounts, shared_bytes, shared_files, weights_in
 from sandhi_core.records import Manifest, MemoryComparison, ProcessMemory
 from sandhi_core.serving.completions import Completion, complete, fetch
-from sandhi_core.serving.engines import Engine
-from sandhi_core.serving.together import TIMEOUT, Served, serving
+from sandhi_core.serving.together import TIMEOUT, Engines, Served, serving
 
 NEW_TOKENS = 8
 """Tokens that a server is asked for after a prompt."""
@@ -36,7 +35,7 @@ class Held:
 
 def hold(
     directories: Mapping[str, Path],
-    engine: Engine = "transformers",
+    engine: Engines = "transformers",
     python: str = "",
     *,
     plugin: bool = True,
@@ -55,8 +54,8 @@ def hold(
             began = time.monotonic()
             completions[one.model] = _asked(one, (prompts or {}).get(one.model, REQUESTS))
             seconds[one.model] = (time.monotonic() - began) / max(len(completions[one.model]), 1)
-        holders = [found for one in servers for found in _held(one, engine, one.holders())]
-        return Held(_named(engine, servers, plugin), tuple(holders), completions, seconds)
+        holders = [found for one in servers for found in _held(one, one.holders())]
+        return Held(_named(servers, plugin), tuple(holders), completions, seconds)
 
 
 def _asked(server: Served, prompts: Sequence[Sequence[int]]) -> tuple[Completion, ...]:
@@ -67,10 +66,10 @@ def _asked(server: Served, prompts: Sequence[Sequence[int]]) -> tuple[Completion
     return tuple(complete(server.url, server.model, prompt, NEW_TOKENS) for prompt in prompts)
 
 
-def _held(server: Served, engine: Engine, found: list[Holder]) -> list[Holder]:
+def _held(server: Served, found: list[Holder]) -> list[Holder]:
     """vLLM on a CPU packs what it does not map, and no parameter says so: what is mapped nowhere must be held by its
     first worker, in the dtype of the files."""
-    if engine == "transformers":
+    if server.engine == "transformers":
         return found
     first, *rest = found
     resident: Counter[Identity] = Counter()  # of each file, in the process that has most of it
@@ -84,10 +83,20 @@ def _held(server: Served, engine: Engine, found: list[Holder]) -> list[Holder]:
     return [replace(first, unmapped=max(first.unmapped, least)), *rest]
 
 
-def _named(engine: Engine, servers: Sequence[Served], plugin: bool) -> str:
-    if engine == "transformers":
+def _named(servers: Sequence[Served], plugin: bool) -> str:
+    """The engines; of two, that of most models first, and the other with its models."""
+    by_engine: dict[str, list[Served]] = {}
+    for server in servers:
+        by_engine.setdefault(server.engine, []).append(server)
+    first, *rest = sorted(by_engine.values(), key=len, reverse=True)
+    others = (f"{', '.join(one.model for one in found)}: {_engine_named(found[0], plugin)}" for found in rest)
+    return "; ".join((_engine_named(first[0], plugin), *others))
+
+
+def _engine_named(server: Served, plugin: bool) -> str:
+    if server.engine == "transformers":
         return f"transformers {version('transformers')} (sandhi_core.serving.load), one process a model, CPU"
-    found = fetch(f"{servers[0].url}/version", servers[0].model)["version"]
+    found = fetch(f"{server.url}/version", server.model)["version"]
     return f"vLLM {found}{' with the plugin' if plugin else ''}, one OpenAI server a model, CPU"
 
 
@@ -95,11 +104,11 @@ def compare(
     originals: Mapping[str, Path],
     export_root: Path,
     manifest: Manifest,
-    engine: Engine = "transformers",
+    engine: Engines = "transformers",
     python: str = "",
 ) -> MemoryComparison:
-    """The same models served from their original directories, by the engine as it is, then from the export. Raises as
-    hold does."""
+    """The same models served from their original directories, by their engines as they are, then from the export.
+    Raises as hold does."""
     before, after = (
         hold(originals, engine, python, plugin=False),
         hold(served_from(export_root, manifest), engine, python),

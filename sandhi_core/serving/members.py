@@ -11,18 +11,19 @@ from sandhi_core.assignment import factors_among
 from sandhi_core.deploy import vllm
 from sandhi_core.deploy.bases import BaseServer
 from sandhi_core.deploy.check import check_deployment
-from sandhi_core.deploy.spec import DeploymentSpec, Engine, Server
+from sandhi_core.deploy.spec import DeploymentSpec, Server
 from sandhi_core.disk import LINKS, beside_weights
 from sandhi_core.errors import PreflightError, ProofError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, unlinked
+from sandhi_core.pool import Engine
 from sandhi_core.records import Manifest
 from sandhi_core.serving.gpu import Device, socket_path
-from sandhi_core.serving.mapped import MappedModel
+from sandhi_core.serving.mapped import CONFIG, MappedModel
 from sandhi_core.serving.processes import transformers_command
 from sandhi_core.serving.slices import matrices
 from sandhi_core.serving.vllm_plugin.flags import EXTRA_CONFIG, engine_of
 from sandhi_core.serving.vllm_plugin.provider import opened as opened_model
-from sandhi_core.serving.vllm_plugin.refuse import require_servable
+from sandhi_core.serving.vllm_plugin.refuse import require_heads, require_servable
 
 PLACES = 1000
 """Ports from the first on that servers of one pool may take."""
@@ -98,6 +99,14 @@ def opened(export: Path) -> Deployed:
     return Deployed(root, manifest, DeploymentSpec.parse((root / DEPLOYMENT).read_bytes()))
 
 
+def needed(deployed: Deployed, engine: Engine | None = None, only: Collection[str] = ()) -> Engine:
+    """The engine whose Python the servers need and whose options may be added, given what `members` takes: vLLM where
+    it is that of any of them. `transformers serve` runs with its Python too."""
+    found = {engine or server.engine for server in deployed.spec.servers if not only or server.model in only}
+    bases = (m.model for base in deployed.spec.bases for m in base.models)
+    return "vllm" if "vllm" in found or any(not only or m in only for m in bases) else "transformers"
+
+
 def members(
     deployed: Deployed,
     *,
@@ -109,7 +118,8 @@ def members(
 ) -> tuple[Member, ...]:
     """The servers in starting order: of all models, or those that answer for `only`. `engine`: another than the
     deployment's, for every model that is no adapter. Ports count from `port_base`, of all servers whether `only` names
-    them or not. `device`: what engines compute on. `extra`: options of all, after their own, so that they count.
+    them or not. `device`: what engines compute on. `extra`: options after their own, so that they count, of all servers
+    of `needed`: no two engines have the same.
 
     Raises UsageError for a model that is not there or ports beyond 65535, ServingError where the engine would leave
     out what a model adds to shared tensors, PreflightError where the plugin cannot serve a model with its options.
@@ -121,10 +131,13 @@ def members(
     first = vllm.FIRST_PORT if port_base is None else port_base
     if not 0 < first <= 65535 - PLACES:
         raise UsageError(f"ports from {first} on", remedy=f"choose a first port from 1 to {65535 - PLACES}")
-    found = (replace(member, options=(*member.options, *extra)) for member in _members(deployed, engine, first))
-    chosen = [member for member in found if not only or set(only) & set(member.models)]
+    takes = needed(deployed, engine, only)
+    found = (m for m in _members(deployed, engine, first) if not only or set(only) & set(m.models))
+    chosen = [replace(m, options=(*m.options, *extra)) if m.engine == takes else m for m in found]
     for member in chosen:
         _refuse_left_out(deployed, member)
+        if member.engine == "vllm" and not member.maps:
+            require_heads(member.name, json.loads((deployed.root / member.directory / CONFIG).read_text()), device)
     path = socket_path(first)
     return tuple(_mapping(deployed, m, device, path) if m.maps and m.engine == "vllm" else m for m in chosen)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from sandhi_core.deploy import vllm
 from sandhi_core.errors import CheckpointError, ServingError
 from sandhi_core.memory import Holder, holder, weights_in
+from sandhi_core.pool import Engine
 from sandhi_core.serving.census import FOLDER, told
 from sandhi_core.serving.completions import fetch
-from sandhi_core.serving.engines import Engine, context_of, environment, python_of
+from sandhi_core.serving.engines import context_of, environment, python_of
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.ports import HOST, reserved
 from sandhi_core.serving.processes import Server
@@ -23,6 +24,8 @@ from sandhi_core.serving.vllm_plugin import refuse
 TIMEOUT = 900.0  # seconds within which all servers of a pool must be ready
 WORKER = "sandhi_core.serving.vllm_plugin.census.CensusWorker"
 """What vLLM takes for --worker-cls."""
+Engines = Engine | Mapping[str, Engine]
+"""One engine for all models, or each one's."""
 _CACHE = 64 << 20  # bytes of vLLM's cache
 _REMEDY = "free memory or processors, then measure again"
 
@@ -33,6 +36,7 @@ class Served:
     parameters that lie in no mapping of a weight file."""
 
     model: str
+    engine: Engine
     directory: Path
     url: str
     context: int  # tokens of a sequence at most
@@ -49,9 +53,9 @@ class Served:
 
 @contextmanager
 def serving(
-    engine: Engine, directories: Mapping[str, Path], python: str = "", *, plugin: bool = True, timeout: float = TIMEOUT
+    engine: Engines, directories: Mapping[str, Path], python: str = "", *, plugin: bool = True, timeout: float = TIMEOUT
 ) -> Iterator[list[Served]]:
-    """Servers of all models, by name, until the block ends, whichever way it ends. `python`: see `python_of`;
+    """Servers of all models, by name, until the block ends, whichever way it ends. `python`: vLLM's, see `python_of`;
     `plugin`: whether vLLM maps shared tensors, as for an export.
 
     Raises ServingError where one cannot load its model, or not all can within `timeout` seconds; before anything is
@@ -59,15 +63,19 @@ def serving(
     what the plugin cannot serve. Logs are kept in the directory for temporary files where anything fails, in the block
     too, but not where it is interrupted.
     """
-    python = python_of(engine, python)
+    ours, theirs = (
+        {model: directory for model, directory in directories.items() if engine_of(engine, model) == one}
+        for one in ("transformers", "vllm")
+    )
+    python = python_of("vllm", python) if theirs else ""
+    dtypes = {model: _servable(model, directory, plugin) for model, directory in theirs.items()}
     logs = Path(tempfile.mkdtemp(prefix="sandhi-serving-"))
     try:
         with ExitStack() as running:
             deadline = time.monotonic() + timeout
-            if engine == "transformers":
-                yield _transformers(directories, python, logs, running, deadline)
-            else:
-                yield _vllm(directories, python, logs, running, deadline, plugin)
+            served = _transformers(ours, logs, running, deadline) if ours else []
+            served += _vllm(theirs, dtypes, python, logs, running, deadline, plugin) if theirs else []
+            yield sorted(served, key=lambda one: list(directories).index(one.model))
     except ServingError as error:
         found = error.problem
         if found.file is not None:
@@ -81,17 +89,20 @@ def serving(
         shutil.rmtree(logs, ignore_errors=True)
 
 
+def engine_of(engine: Engines, model: str) -> Engine:
+    return engine if isinstance(engine, str) else engine[model]
+
+
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-def _transformers(
-    directories: Mapping[str, Path], python: str, logs: Path, running: ExitStack, deadline: float
-) -> list[Served]:
+def _transformers(directories: Mapping[str, Path], logs: Path, running: ExitStack, deadline: float) -> list[Served]:
     (port,) = running.enter_context(reserved(1))
     words = [word for model, directory in directories.items() for word in (model, str(directory))]
-    command = [python, "-m", "sandhi_core.serving.hold", str(port), *words]
+    command = [python_of("transformers"), "-m", "sandhi_core.serving.hold", str(port), *words]
     names = ", ".join(sorted(directories))
-    server = Server.start(names, command, port=port, log=logs / "hold.log", environment=environment(), grace=2.0)
+    settings = environment() | {"TMPDIR": str(logs)}
+    server = Server.start(names, command, port=port, log=logs / "hold.log", environment=settings, grace=2.0)
     running.enter_context(server)
     server.wait_ready(max(deadline - time.monotonic(), 0.0))
     said = {found["model"]: found for found in fetch(server.url, names)}
@@ -102,7 +113,9 @@ def _transformers(
     if gone := sorted(directories.keys() - said.keys()):
         raise ServingError("its process ended while it loaded the model", model=gone[0], remedy=_REMEDY)
     return [
-        Served(m, d, f"http://{HOST}:{f['port']}", context_of(d), (f["pid"],), {f["pid"]: f["unmapped"]})
+        Served(
+            m, "transformers", d, f"http://{HOST}:{f['port']}", context_of(d), (f["pid"],), {f["pid"]: f["unmapped"]}
+        )
         for m, d, f in ((model, directory, said[model]) for model, directory in directories.items())
     ]
 
@@ -111,9 +124,14 @@ def _transformers(
 
 
 def _vllm(
-    directories: Mapping[str, Path], python: str, logs: Path, running: ExitStack, deadline: float, plugin: bool
+    directories: Mapping[str, Path],
+    dtypes: Mapping[str, str],
+    python: str,
+    logs: Path,
+    running: ExitStack,
+    deadline: float,
+    plugin: bool,
 ) -> list[Served]:
-    dtypes = {model: _servable(model, directory, plugin) for model, directory in directories.items()}
     ports = running.enter_context(reserved(len(directories)))
     started = []
     for (model, directory), port in zip(directories.items(), ports, strict=True):
@@ -160,4 +178,4 @@ def _answering(model: str, directory: Path, server: Server, logs: Path) -> Serve
     if not unmapped:
         raise ServingError("none of its workers has told what it holds", model=model, remedy="see its log")
     pids = (*unmapped, *(pid for pid in server.pids() if pid not in unmapped))
-    return Served(model, directory, server.url, context_of(directory), pids, unmapped)
+    return Served(model, "vllm", directory, server.url, context_of(directory), pids, unmapped)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from sandhi_core.claims import Claimed, claims_of
+from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import Problem, SandhiError, UsageError
+from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.memory import accounts
-from sandhi_core.pool import Pool
+from sandhi_core.pool import Engine, Pool
 from sandhi_core.records import Manifest
-from sandhi_core.serving.engines import Engine
 from sandhi_core.serving.measure import Held, Prompts, hold, served_from, shared, taken
 from sandhi_core.verification.originals import originals_of
 
@@ -19,7 +20,8 @@ _COUNTS = ("rss", "pss", "shared", "private", "private_dirty", "unmapped", "whol
 
 @dataclass(frozen=True)
 class Measuring:
-    """What to measure an export with. `python`: of vLLM (engines.python_of). `originals`: checkpoint directories by
+    """What to measure an export with. `engine`: vllm leaves out what a deployment on vLLM gives to transformers.
+    `python`: of vLLM (engines.python_of). `originals`: checkpoint directories by
     model; what is not given is taken from `pool`, or looked up in the artifact root that the export lies in.
     `answers`: so many prompts a model are compared with the search's own evaluator."""
 
@@ -41,7 +43,8 @@ def measured(
     try:
         originals, problems = originals_of(root, manifest, measuring.originals, measuring.pool)
         prompts = _prompts(root, manifest, measuring)
-        held = hold(served_from(root, manifest), measuring.engine, measuring.python, prompts=prompts)
+        engines = _engines(root, manifest, measuring.engine)
+        held = hold(served_from(root, manifest), engines, measuring.python, prompts=prompts)
     except UsageError:
         raise
     except SandhiError as error:
@@ -49,7 +52,7 @@ def measured(
     before, answers = None, None
     try:
         if originals.keys() == manifest.models.keys():
-            before = hold(originals, measuring.engine, measuring.python, plugin=False)
+            before = hold(originals, engines, measuring.python, plugin=False)
     except SandhiError as error:
         problems += error.problems
     try:
@@ -61,6 +64,13 @@ def measured(
     problems += _not_shared(table, claims_of(manifest))
     problems += _other_answers(answers or {}, measuring.answers)
     return table, answers, problems
+
+
+def _engines(root: Path, manifest: Manifest, asked: Engine) -> dict[str, Engine]:
+    """By model. Where vLLM is asked for, and the pool is deployed on it, what does not run there is not asked of it."""
+    spec = DeploymentSpec.parse((root / DEPLOYMENT).read_bytes())
+    own = {server.model: server.engine for server in spec.servers} if asked == spec.engine == "vllm" else {}
+    return dict.fromkeys(manifest.models, asked) | own
 
 
 def _table(root: Path, manifest: Manifest, held: Held, before: Held | None) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from sandhi_core.report import ReportData
 
 
 def checks(data: ReportData, proof: SharingProof, least: int) -> Mapping[str, Check]:
-    return {c.name: c for c in verdicts(data.pool, proof, least, data.holdouts, "transformers")}
+    return {
+        c.name: c
+        for c in verdicts(data.pool, proof, least, data.holdouts, dict.fromkeys(data.pool.engines, "transformers"))
+    }
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from sandhi_core.pool import DeploySettings, ModelEntry, Pool, TaskBudget
+from sandhi_core.pool import DeploySettings, Engine, ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
     ExportedModel,
     ExportedTensor,
@@ -77,9 +77,10 @@ MANIFEST = Manifest(
 )
 
 
-def pool(device: str = "1MB", plugin: bool = False) -> Pool:
+def pool(device: str = "1MB", plugin: bool = False, **engines: Engine) -> Pool:
+    """`engines`: of models that have their own."""
     tasks = (TaskBudget(task="t", metric="acc", budget=0.02),)
-    models = tuple(ModelEntry(name=name, path=f"org/{name}", tasks=tasks) for name in "abc")
+    models = tuple(ModelEntry(name=name, path=f"org/{name}", tasks=tasks, engine=engines.get(name)) for name in "abc")
     return Pool(name="p", models=models, deploy=DeploySettings(device_memory=device, plugin=plugin))
 
 

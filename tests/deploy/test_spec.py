@@ -149,6 +149,34 @@ def test_residuals_are_not_served_by_stock_vllm() -> None:
     assert [server.model for server in library(manifest=manifest, proof=proof).servers] == ["a", "b", "c"]
 
 
+def test_a_model_may_be_served_by_another_engine_than_the_pools() -> None:
+    found, alone = spec(pool=pools.pool(plugin=True, a="transformers")), shared()
+    assert found.engine == "vllm" and found.plugin
+    assert [(s.model, s.engine, s.port) for s in found.servers] == [
+        ("b", "vllm", 8000),
+        ("a", "transformers", None),
+        ("c", "vllm", 8002),  # its place
+    ]
+    assert [found.servers[at] for at in (0, 2)] == [alone.servers[at] for at in (0, 2)]
+    assert (found.servers[1].options, found.servers[1].metrics) == ((), None)
+    assert found.notes[0] == "b, c, served by vllm:" and found.notes[1:-3] == alone.notes
+    assert found.notes[-3:] == ("a, served by transformers:", *library().notes)
+    # The other way round vLLM has its plugin too.
+    deploy = DeploySettings(engine="transformers", device_memory="1MB")
+    other = spec(pool=pools.pool(b="vllm").model_copy(update={"deploy": deploy}))
+    assert (other.engine, other.plugin, other.servers[0]) == ("transformers", True, alone.servers[0])
+    assert {server.engine for server in other.servers[1:]} == {"transformers"}
+
+
+def test_residuals_are_refused_of_models_that_stock_vllm_serves() -> None:
+    manifest = with_residuals()
+    given = {"manifest": manifest, "proof": pools.proof(manifest=manifest.digest)}
+    found = {server.model: server.engine for server in spec(pool=pools.pool(a="transformers"), **given).servers}
+    assert found == {"a": "transformers", "b": "vllm", "c": "vllm"}
+    with pytest.raises(ProofError, match=r"model a: adds residuals .* which vllm without the plugin does not apply"):
+        spec(pool=pools.pool(b="transformers"), **given)
+
+
 @pytest.mark.parametrize("stored", DTYPE_BYTES)
 def test_the_library_serves_whatever_dtype_the_files_have(stored: str) -> None:
     found = library(fingerprints={name: pools.fingerprint(name, stored) for name in "abc"})

@@ -1,6 +1,7 @@
 """Exports that somebody or something touched, and exports that were killed."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -155,6 +156,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
         "single/notes.txt",
         directory_instead,
         ["model single, file notes.txt: is no readable file"],
+    ),
+    "pipe instead of a file": (
+        P,
+        lambda p: (p.unlink(), os.mkfifo(p)),
+        [f"model single, file {PRIVATE}: is no readable file"],
     ),
     "extra file": ("tied/more.txt", lambda p: p.write_text("?"), ["file tied/more.txt: is no part"]),
     "extra single-file weights": (

@@ -86,6 +86,16 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], object], type[SandhiError], str]]
         "is a link to nothing",
     ),
     "removed": (lambda _, shard: shard.unlink(), CheckpointError, "is missing"),
+    "a pipe": (
+        lambda _, shard: (shard.unlink(), os.mkfifo(shard)),
+        CheckpointError,
+        "it is no regular file",
+    ),
+    "a pipe for a manifest": (
+        lambda root, _: ((root / MANIFEST).unlink(), os.mkfifo(root / MANIFEST)),
+        ProofError,
+        "it is no regular file",
+    ),
     "another tensor's file": (lambda r, s: other_tensor(r, s), ProofError, "is no tensor that sandhi.json has here"),
     "another version": (lambda root, _: other_version(root), ProofError, "is of schema version 2, this Sandhi reads 1"),
     "no manifest": (

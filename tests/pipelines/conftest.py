@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sandhi_core.__main__ import main
-from sandhi_core.records import MemoryComparison
+from sandhi_core.records import MemoryComparison, ProcessMemory
 from sandhi_core.serving.engines import PYTHON
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama
@@ -43,7 +43,10 @@ def only_the_line() -> Iterator[None]:
 
 @contextmanager
 def nothing_measured() -> Iterator[None]:
-    enough = MemoryComparison(engine="not measured in this test", originals=(), exports=(), shared=2**40, saved=2**40)
+    nothing = dict.fromkeys(("rss", "pss", "shared", "private", "private_dirty", "unmapped", "whole"), 0)
+    process = ProcessMemory(model="nobody's", **nothing)
+    engine = "not measured in this test"
+    enough = MemoryComparison(engine=engine, originals=(), exports=(process,), shared=2**40, saved=2**40)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("assets.sharing_proof.compare", lambda *_, **__: enough)
         yield

@@ -17,12 +17,12 @@ import yaml
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.layout import read_manifest
-from sandhi_core.records import MemoryComparison, OperatingPoints
+from sandhi_core.records import OperatingPoints
 from sandhi_core.side_files import keep, kept
 from tests.conftest import CHECKOUT
 from tests.evaluation.local_tasks import choice_task
 from tests.models import fine_tune, tiny_llama
-from tests.pipelines.conftest import Line, PoolWriter, built, sandhi
+from tests.pipelines.conftest import Line, PoolWriter, built, nothing_measured, sandhi
 from tests.pipelines.test_rebuilds import MEMBER, POOL_STAGES, ran, tensors
 from tests.pipelines.test_residuals import LADDER
 
@@ -35,9 +35,7 @@ LOST = ("inputs", "spectra", "store")
 @pytest.fixture(scope="module", autouse=True)
 def only_the_line() -> Iterator[None]:
     """Other tests measure memory, in processes that take seconds to start, and look at reports."""
-    enough = MemoryComparison(engine="not measured in this test", originals=(), exports=(), shared=2**40, saved=2**40)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("assets.sharing_proof.compare", lambda *_, **__: enough)
+    with nothing_measured(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.building.report_pool", lambda file, root: root / "unwritten")
         yield
 

@@ -20,13 +20,15 @@ from typing import Any
 import pytest
 
 from sandhi_core.__main__ import main
-from sandhi_core.deploy.spec import DeploymentSpec
+from sandhi_core.deploy.spec import DeploymentSpec, write_deployment
 from sandhi_core.errors import PreflightError, ServingError, UsageError
-from sandhi_core.layout import DEPLOYMENT
+from sandhi_core.layout import DEPLOYMENT, read_manifest
 from sandhi_core.pool import DeploySettings
 from sandhi_core.serving import gpu
 from sandhi_core.serving.fleet import _owners
-from sandhi_core.serving.members import members, opened
+from sandhi_core.serving.members import members, needed, opened
+from sandhi_core.verification.exports import verify
+from sandhi_core.verification.servers import _engines
 from tests.adapted import adapted_case
 from tests.deployed import deployed
 from tests.exported import MODELS, RANKS, VECTORS, Case, make_case, make_models
@@ -45,7 +47,7 @@ def with_deploy(case: Case, **deploy: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
+    return make_models(tmp_path_factory.mktemp("models"), head_dim=32)  # vLLM's least on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -508,6 +510,72 @@ def test_what_the_plugin_cannot_serve_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(PreflightError, match=re.escape(message)):
         members(opened(export), extra=extra)
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_heads_that_vllm_lacks_on_a_cpu_are_refused_before_anything_starts(tmp_path: Path, plugin: bool) -> None:
+    root = with_deploy(make_case(tmp_path, make_models(tmp_path / "models", head_dim=24)), plugin=plugin)
+    with pytest.raises(PreflightError, match="its heads have 24 elements") as refused:
+        members(opened(root), only=["sharded"])
+    remedy = refused.value.problem.remedy
+    assert "`engine: transformers` in the pool file" in remedy and "--engine transformers" in remedy
+    assert members(opened(root), only=["sharded"], engine="transformers")
+    assert members(opened(root), only=["sharded"], device="cuda")
+
+
+# --- engines by model -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tied` is served by transformers."""
+    case = make_case(tmp_path_factory.mktemp("mixed"), models)
+    entries = (e.model_copy(update={"engine": "transformers" if e.name == "tied" else None}) for e in case.pool.models)
+    case.pool = case.pool.model_copy(update={"models": tuple(entries)})
+    return with_deploy(case)
+
+
+def test_each_model_is_served_by_its_engine_with_options_of_its_own(mixed: Path) -> None:
+    found = {m.name: m for m in members(opened(mixed), port_base=9000, extra=["--enforce-eager"])}
+    assert {name: m.engine for name, m in found.items()} == {
+        "sharded": "vllm",
+        "single": "vllm",
+        "tied": "transformers",
+    }
+    assert len({m.port for m in found.values()}) == 3
+    for member in found.values():
+        assert ("--enforce-eager" in member.options) == (member.engine == "vllm")
+    (alone,) = members(opened(mixed), only=["tied"], extra=["--log-level", "debug"])
+    assert alone.options == ("--log-level", "debug")
+    assert {m.engine for m in members(opened(mixed), engine="vllm")} == {"vllm"}
+
+
+def test_vllms_python_is_asked_for_where_any_server_is_one_of_vllm(mixed: Path) -> None:
+    deployed = opened(mixed)
+    assert needed(deployed) == needed(deployed, only=["tied", "single"]) == "vllm"
+    assert needed(deployed, only=["tied"]) == needed(deployed, "transformers") == "transformers"
+    assert needed(deployed, "vllm", ["tied"]) == "vllm"
+    with pytest.raises(UsageError, match="holds no model nobody"):
+        members(deployed, only=["nobody"])
+
+
+def test_a_deployment_of_two_engines_is_held_to_what_its_servers_say(mixed: Path, tmp_path: Path) -> None:
+    assert verify(mixed)[1]
+    (shutil.copytree(mixed, tmp_path / "copy", copy_function=os.link) / DEPLOYMENT).unlink()
+    spec = DeploymentSpec.parse((mixed / DEPLOYMENT).read_bytes())
+    servers = tuple(s.model_copy(update={"engine": "vllm"}) for s in spec.servers)
+    write_deployment(tmp_path / "copy", spec.model_copy(update={"servers": servers}))
+    said = "\n".join(problem["message"] for problem in verify(tmp_path / "copy")[0]["problems"])
+    assert "servers.tied.port is null, the export gives 80" in said and "servers.single" not in said
+
+
+def test_what_is_deployed_on_transformers_is_not_measured_with_vllm(mixed: Path, export: Path) -> None:
+    def engines(root: Path, asked: Any) -> dict[str, str]:
+        return dict(_engines(root, read_manifest(root), asked))
+
+    assert engines(mixed, "vllm") == {"sharded": "vllm", "single": "vllm", "tied": "transformers"}
+    assert set(engines(mixed, "transformers").values()) == {"transformers"}
+    assert set(engines(export, "vllm").values()) == {"vllm"}
 
 
 def test_options_of_vllm_that_have_no_value_are_told(export: Path) -> None:

@@ -33,10 +33,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without residuals, in float32."""
+    """Without residuals, in float32; `single` is served by transformers."""
     folder = tmp_path_factory.mktemp("export")
     case = make_case(folder, make_models(folder / "models", head_dim=32))  # vLLM's least on a CPU
-    case.pool = case.pool.model_copy(update={"deploy": DeploySettings(device_memory="2GiB")})
+    own = {"single": "transformers"}
+    models = tuple(entry.model_copy(update={"engine": own.get(entry.name)}) for entry in case.pool.models)
+    case.pool = case.pool.model_copy(update={"models": models, "deploy": DeploySettings(device_memory="2GiB")})
     return deployed(case)
 
 
@@ -59,7 +61,7 @@ def served(root: Path, python: Path, only: tuple[str, ...], *options: str) -> It
 
 
 def test_two_servers_of_vllm_answer_as_the_export_does(root: Path, vllm_python: Path) -> None:
-    with served(root, vllm_python, ("single", "tied"), "--", *LIMITS) as found:
+    with served(root, vllm_python, ("sharded", "tied"), "--", *LIMITS) as found:
         assert [server["engine"] for server in found["servers"]] == ["vllm", "vllm"]
         for server in found["servers"]:
             answer = complete(server["url"].removesuffix("/v1"), server["name"], PROMPT, 8)
@@ -75,9 +77,15 @@ def test_two_servers_of_vllm_answer_as_the_export_does(root: Path, vllm_python: 
         assert 0 < found["memory"]["pss"] < found["memory"]["rss"]
 
 
-def test_transformers_serve_answers_as_the_export_does(root: Path, vllm_python: Path) -> None:
-    with served(root, vllm_python, ("single",), "--engine", "transformers") as found:
-        (server,) = found["servers"]
+def test_transformers_serve_answers_as_the_export_does_beside_vllm(root: Path, vllm_python: Path) -> None:
+    """One deployment, two engines."""
+    with served(root, vllm_python, ("single", "sharded"), "--", *LIMITS) as found:
+        by_model = {server["name"]: server for server in found["servers"]}
+        server, other = by_model["single"], by_model["sharded"]
+        assert (
+            other["engine"] == "vllm"
+            and len(complete(other["url"].removesuffix("/v1"), "sharded", PROMPT, 8).chosen) == 8
+        )
         assert server["engine"] == "transformers" and server["metrics"] is None
         asked = {"model": "single", "prompt": "abc", "max_tokens": 6, "temperature": 0}
         answer = fetch(f"{server['url']}/completions", "single", asked)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import factors_among
@@ -224,6 +226,28 @@ def test_two_vllm_servers_answer_as_the_search_scored_in_fp32_with_residuals(pro
     held = proved.held["export"]
     require_equal(answers_of(corrected, held.completions))
     assert held.engine.startswith("vLLM ") and all(0 < seconds < 60 for seconds in held.seconds.values())
+
+
+@with_vllm
+def test_two_engines_answer_as_the_search_scored_in_fp32(fp32: Line, tmp_path: Path) -> None:
+    """`sandhi verify --engine vllm` of a pool that gives a model to transformers, built anew from what was built."""
+    document = yaml.safe_load(fp32.pool.read_text())
+    document["models"][1]["engine"] = "transformers"
+    pool, root = tmp_path / "pool.yaml", tmp_path / "root"
+    pool.write_text(yaml.safe_dump(document))
+    subprocess.run(["cp", "-a", fp32.root, root], check=True)
+    mixed = Line(pool, root, built(pool, root))
+    assert {stage for stage, _ in mixed.document["ran"]} == {"sharing_proof", "deployment"}
+    assert export_of(mixed)[1] == export_of(fp32)[1]
+    table, ok = verify(export_of(mixed)[0], Measuring("vllm", str(VLLM), pool=load_pool(mixed.pool), answers=PROMPTS))
+    assert ok, table["problems"]
+    require_equal({name: Compared(**found) for name, found in table["answers"].items()})
+    for held in (table["memory"], table["memory"]["originals"]):
+        first, second = held["engine"].split("; ")
+        assert first.startswith("vLLM ") and second.startswith("ben: transformers ")
+    assert (
+        len(table["memory"]["servers"]["ann"]["processes"]) > len(table["memory"]["servers"]["ben"]["processes"]) == 1
+    )
 
 
 @with_vllm

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from sandhi_core.codes import Code
 from sandhi_core.errors import ServingError
 from sandhi_core.records import Part
 
@@ -69,7 +70,7 @@ class Refused(Part):
     """Why not. The fields of a Problem."""
 
     kind: Literal["refused"] = "refused"
-    code: str
+    code: Code
     message: str
     remedy: str
 

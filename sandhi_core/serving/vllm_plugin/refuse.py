@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from sandhi_core.architecture import problems_of
 from sandhi_core.assignment import factors_among
-from sandhi_core.deploy.vllm import DTYPES, NAME
+from sandhi_core.deploy.vllm import DTYPES, NAME, heads_beyond_cpu
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import PreflightError, Problem, SandhiError, UsageError
 from sandhi_core.records import ExportedTensor
@@ -18,6 +18,10 @@ from sandhi_core.serving.mapped import Digests
 from sandhi_core.serving.slices import Slices
 from sandhi_core.survey_files import HeaderEntry
 
+_ELSEWHERE = (
+    "give the model `engine: transformers` in the pool file and build again, serve it with --engine transformers, or "
+    "serve it on a GPU"
+)
 _COPIES = "shared tensors stay as the files have them: another dtype would be a copy in each process"
 
 
@@ -99,16 +103,24 @@ def problems(
         *_device(engine),
         *_extras(engine),
         *_dtypes(shared, engine),
+        *_heads(config, engine.device),
         *_ranks(model, config, engine),
     )
     if other := config.get("quantization_config"):
         method = other.get("quant_method") if isinstance(other, Mapping) else other
         remedy = "leave --quantization and --load-format out: stock vLLM serves it without sharing"
         found += ((None, f"its weights are quantized already ({method}), vLLM takes one quantization", remedy),)
-    return [
-        Problem(code="vllm", severity="error", model=model, tensor=tensor, message=message, remedy=remedy)
-        for tensor, message, remedy in found
-    ]
+    return [_problem(model, *one) for one in found]
+
+
+def _problem(model: str, tensor: str | None, message: str, remedy: str) -> Problem:
+    return Problem(code="vllm", severity="error", model=model, tensor=tensor, message=message, remedy=remedy)
+
+
+def require_heads(model: str, config: Mapping[str, Any], device: str) -> None:
+    """Raises PreflightError where no vLLM, with the plugin or without, computes a model's attention on this device."""
+    if found := [_problem(model, *one) for one in _heads(config, device)]:
+        raise PreflightError(found)
 
 
 def require_servable(
@@ -128,6 +140,12 @@ def _flags(engine: Engine) -> Iterator[Finding]:
         if given != NAME:
             message = f"--{flag} is {given}, but shared tensors are mapped only with --quantization and --load-format"
             yield None, f"{message} {NAME}", "give both, or neither to serve it without sharing"
+
+
+def _heads(config: Mapping[str, Any], device: str) -> Iterator[Finding]:
+    if device == "cpu" and (size := heads_beyond_cpu(config)):
+        message = f"its heads have {size} elements, which vLLM's attention does not take on a CPU"
+        yield None, message, _ELSEWHERE
 
 
 def _device(engine: Engine) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp("root")
     if request.param == "adapters":
         return opened(deployed(adapted_case(root)))
-    case = make_case(root, make_models(root / "models"))
+    case = make_case(root, make_models(root / "models", head_dim=32))  # vLLM's least on a CPU
     engine = "transformers" if request.param == "transformers" else "vllm"
     deploy = DeploySettings(engine=engine, plugin=request.param == "plugin", device_memory="1GiB")
     case.pool = case.pool.model_copy(update={"deploy": deploy})

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from sandhi_core.deploy.vllm import heads_beyond_cpu
 from sandhi_core.errors import PreflightError, UsageError
 from sandhi_core.records import ExportedTensor
 from sandhi_core.serving.vllm_plugin.refuse import EXTRAS, Engine, Options, problems, require_servable
 
 CONFIG = {
     "model_type": "llama",
-    "hidden_size": 32,
+    "hidden_size": 128,
     "vocab_size": 128,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
@@ -111,3 +112,13 @@ def test_options_that_are_none_are_refused(given: dict[str, Any], message: str) 
     with pytest.raises(UsageError, match="give --model-loader-extra-config") as raised:
         Options.of(given)
     assert message in raised.value.problem.message
+
+
+def test_heads_that_vllm_does_not_take_on_a_cpu() -> None:
+    """They would fail at the first request; on a GPU they are served."""
+    ((message, remedy),) = told(Engine(), CONFIG | {"head_dim": 24})
+    assert message == "its heads have 24 elements, which vLLM's attention does not take on a CPU"
+    assert "--engine transformers" in remedy
+    assert told(Engine(device="cuda", options=Options(owner="/s")), CONFIG | {"head_dim": 24}) == []
+    assert heads_beyond_cpu({"text_config": CONFIG}) is None and heads_beyond_cpu({}) is None
+    assert heads_beyond_cpu({"text_config": CONFIG | {"head_dim": 40}}) == 40
