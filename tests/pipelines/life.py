@@ -72,10 +72,9 @@ class Life:
         ]
         for entry in entries:
             entry["tasks"][0] |= {"budget": budget} if (budget := (budgets or {}).get(entry["name"])) else {}
-        sections = {"evaluation": EVALUATION, **SECTIONS.get(pool, {})}
-        written = {"name": pool, "models": entries} | {
-            name: sections.get(name, {}) | changed.get(name, {}) for name in sections | changed
-        }
+        written = {"name": pool, "models": entries, "evaluation": EVALUATION, **SECTIONS.get(pool, {})}
+        for name, value in changed.items():
+            written[name] = {**written.get(name, {}), **value} if isinstance(value, dict) else value
         self.file(pool).write_text(yaml.safe_dump(written))
 
     def move(self, model: str) -> None:
