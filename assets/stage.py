@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import dagster as dg
+from dagster._core.errors import DagsterExecutionInterruptedError
 
 from assets.telling import Telling
 from resources.artifact_root import ArtifactRoot
@@ -134,6 +135,9 @@ class StageAsset:
                         result = self._materialise(context, catalogue, placed, artifacts, how)
                 except Exception as error:
                     raise _failure(error, context, catalogue, artifacts, how) from error
+                except (DagsterExecutionInterruptedError, KeyboardInterrupt) as error:
+                    # By itself Dagster would try again, half a minute after somebody asked for the end.
+                    raise dg.Failure("stopped", allow_retries=False) from error
             yield result
 
         return materialise

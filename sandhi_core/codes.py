@@ -259,7 +259,11 @@ CODES: dict[str, dict[str, Explanation]] = {
             "Export anew, or deploy elsewhere.",
             "either",
         ),
-        "originals": Explanation("The original checkpoints are not those that were merged.", "Put them back."),
+        "originals": Explanation(
+            "The original checkpoints are not known, or not those that were merged.",
+            "Put them back, or name them by --originals or --pool.",
+            "either",
+        ),
     },
     "Serving": {
         "serving": Explanation(

@@ -5,6 +5,7 @@ Fine-tunes of one base have the same configuration and tokenizer: what is equal 
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -90,7 +91,7 @@ def _digest(found: Survey) -> str:
     for name in found.beside:
         if name != CONFIG:
             with (found.directory / name).open("rb") as f:
-                digest.update(f"{name}:{hashlib.file_digest(f, 'sha256').hexdigest()}\n".encode())
+                digest.update(os.fsencode(name) + f":{hashlib.file_digest(f, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
