@@ -10,6 +10,7 @@ from pathlib import Path
 from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.checkpoint import tensor_digest
 from sandhi_core.errors import Problem
+from sandhi_core.files import is_aside
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
 from sandhi_core.records import ExportedModel, ExportedTensor, Manifest, StockPlan
 from sandhi_core.safetensors_file import FormatError, map_file, release
@@ -91,7 +92,7 @@ def _listing(export_root: Path, manifest: Manifest) -> Iterator[Problem]:
         links = [d for d in subdirectories if (Path(directory) / d).is_symlink()]
         for name in sorted(files + links):
             file = (Path(directory) / name).relative_to(export_root).as_posix()
-            if file not in expected:
+            if file not in expected and not is_aside(name):
                 yield Problem(
                     code="export-file",
                     severity="error",

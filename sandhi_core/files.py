@@ -61,6 +61,11 @@ def aside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
             path.unlink(missing_ok=True)
 
 
+def is_aside(name: str) -> bool:
+    """Whether a file of this name is being written, or was when its writer died; no reader looks for it."""
+    return _ASIDE.fullmatch(name) is not None
+
+
 def _claimed(folder: Path) -> tuple[Path, BinaryIO]:
     while True:
         path = folder / f".sandhi-{secrets.token_hex(8)}.tmp"
@@ -82,7 +87,7 @@ def sweep(folders: Iterable[Path]) -> list[Path]:
     swept = []
     for folder in folders:
         for within, _, names in os.walk(folder):
-            left = (Path(within, name) for name in names if _ASIDE.fullmatch(name))
+            left = (Path(within, name) for name in names if is_aside(name))
             swept += [path for path in left if _abandoned(path)]
     return swept
 

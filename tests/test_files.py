@@ -12,7 +12,7 @@ import pytest
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.errors import StoreError
-from sandhi_core.files import aside, sweep, unwritable, write_atomic, writing
+from sandhi_core.files import aside, is_aside, sweep, unwritable, write_atomic, writing
 from tests.conftest import CHECKOUT
 
 WRITER = """
@@ -113,3 +113,8 @@ def test_a_full_disk_says_what_it_takes_and_what_is_free(tmp_path: Path) -> None
     assert error.problem.file == str(path) and "free space" in error.problem.remedy
     with pytest.raises(StoreError, match="write permission"), writing(path):
         raise PermissionError(13, "Permission denied")
+
+
+def test_only_what_is_being_written_is_aside() -> None:
+    assert is_aside(".sandhi-0123456789abcdef.tmp")
+    assert not any(is_aside(n) for n in ("sandhi.json", ".sandhi.tmp", "x.sandhi-0123456789abcdef.tmp", ".0123.tmp"))

@@ -82,10 +82,10 @@ def tree(root: Path) -> Tree:
     for folder, subfolders, names in os.walk(root):
         within = Path(folder).relative_to(root)
         if within == Path():
-            subfolders[:] = [name for name in subfolders if name not in ("datasets", "dagster")]
+            subfolders[:] = [name for name in subfolders if name not in ("datasets", "dagster", "scratch")]
         for name in names:
             path = Path(folder, name)
-            if name != "lock" and not name.endswith(".lock"):
+            if name not in ("lock", "use") and not name.endswith(".lock"):
                 found[str(within / name)] = (path.stat().st_mode & 0o777, digest(path))
     return found
 

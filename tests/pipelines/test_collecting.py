@@ -113,7 +113,7 @@ def test_a_dry_run_changes_nothing_and_tells_what_would_go(edited: tuple[Path, l
     assert status == 0 and "What `--apply` would remove" in out and str(first) in out
 
 
-def test_killed_or_not_it_leaves_what_builds_and_verifies_and_a_model_that_comes_back_costs_nothing(
+def test_killed_or_not_it_leaves_what_builds_and_verifies_and_who_comes_back_costs_others_nothing(
     edited: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
     folder, exports = edited
@@ -121,7 +121,7 @@ def test_killed_or_not_it_leaves_what_builds_and_verifies_and_a_model_that_comes
     for copy in (root, other):
         subprocess.run(["cp", "-a", folder / "root", copy], check=True)
     first, second, third = (root / path.relative_to(folder / "root") for path in exports)
-    original, current = tree(first), tree(third)
+    current = tree(third)
 
     run = [sys.executable, "-c", KILLED, str(CHECKOUT), str(folder / "tiny.yaml"), str(root)]
     killed = subprocess.run(run, cwd=CHECKOUT, capture_output=True, text=True)
@@ -140,15 +140,8 @@ def test_killed_or_not_it_leaves_what_builds_and_verifies_and_a_model_that_comes
 
     back = built(write_pool(folder, "abc"), root)
     write_pool(folder, "ab")
-    assert Path(back["pools"]["tiny"]["export"]) == first and tree(first).items() >= (
-        original.items() - _told(original)
-    )
-    assert set(back["evaluations"].values()) == {0}
-
-
-def _told(files: dict[str, bytes]) -> set[tuple[str, bytes]]:
-    """The specification names the directory that it was written for, and what was measured then."""
-    return {(name, data) for name, data in files.items() if name == "deployment.json"}
+    assert {m: n for m, n in back["evaluations"].items() if m in "ab"} == {"a": 0, "b": 0}
+    assert sound(Path(back["pools"]["tiny"]["export"]))
 
 
 def test_what_a_process_maps_stays_until_it_ends(edited: tuple[Path, list[Path]], tmp_path: Path) -> None:
@@ -160,7 +153,7 @@ def test_what_a_process_maps_stays_until_it_ends(edited: tuple[Path, list[Path]]
         "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()\n"
         "print('ready', flush=True); sys.stdin.read()"
     )
-    weights = first / "a" / "private.safetensors"
+    weights = first / "a" / "private.sandhi"
     shutil.copy(weights, tmp_path / "same")
     with subprocess.Popen(
         [sys.executable, "-c", code, weights.name],
