@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sandhi_core.files import locked
+
 
 @contextmanager
 def running(folder: Path, run: str) -> Iterator[None]:
@@ -27,11 +29,4 @@ def running(folder: Path, run: str) -> Iterator[None]:
 
 def is_running(folder: Path, run: str) -> bool:
     """Whether a step of the run is at work, on any process of this machine."""
-    try:
-        with (folder / f"{run}.lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+    return locked(folder / f"{run}.lock")

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from sandhi_core.adapters import all_there
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import ProofError, StoreError
-from sandhi_core.files import sweep, write_atomic, writing
+from sandhi_core.files import locked, sweep, write_atomic, writing
 from sandhi_core.graph import STAGES, Node, Stored
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, sizes_match
 from sandhi_core.records import (
@@ -203,14 +203,7 @@ class Artifacts:
     @property
     def in_use(self) -> bool:
         """Whether a build holds the lock."""
-        try:
-            with (self.root / "lock").open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+        return locked(self.root / "lock")
 
     @contextmanager
     def lock(self) -> Iterator[None]:

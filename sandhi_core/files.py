@@ -108,6 +108,18 @@ def _abandoned(path: Path) -> bool:
     return True
 
 
+def locked(path: Path) -> bool:
+    """Whether anybody holds the lock (flock) on a file, which need not be there. Raises OSError."""
+    try:
+        with path.open("rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def flush(f: BinaryIO) -> None:
     """Bring to the disk what was written into an open file."""
     f.flush()
