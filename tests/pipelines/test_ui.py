@@ -5,13 +5,27 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 
 from tests.conftest import CHECKOUT
 from tests.pipelines.conftest import PoolWriter
+
+
+def wait_until_answering(url: str) -> None:
+    end = time.monotonic() + 120
+    while True:
+        try:
+            return urlopen(url, timeout=60).close()
+        except URLError:  # it says that it serves before it listens
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -31,12 +45,16 @@ def test_stopping_the_ui_is_no_failure(tiny_pool: PoolWriter, tmp_path: Path) ->
     ) as process:
         assert process.stdout is not None
         text, starting = "", {"Serving dagster-webserver", "configured with the following daemons"}
-        for line in process.stdout:
-            text += line
-            if starting and not (starting := {words for words in starting if words not in text}):
-                # Before it answers, Dagster's webserver prints a traceback of its own where it is stopped.
-                urlopen(f"http://127.0.0.1:{port}/server_info", timeout=60).close()
-                os.killpg(process.pid, signal.SIGINT)
+        try:
+            for line in process.stdout:
+                text += line
+                if starting and not (starting := {words for words in starting if words not in text}):
+                    # Before it answers, Dagster's webserver prints a traceback of its own where it is stopped.
+                    wait_until_answering(f"http://127.0.0.1:{port}/server_info")
+                    os.killpg(process.pid, signal.SIGINT)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, text
     assert "services shut down" in text
     # One of Dagster's services may still say "Aborted!" of itself.

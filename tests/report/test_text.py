@@ -57,7 +57,7 @@ def build_document(**changes: Any) -> dict[str, Any]:
 
 def problem(severity: Any) -> dict[str, Any]:
     found = Problem(
-        code="non-finite",
+        code="export-answers",
         severity=severity,
         model="[bold]sorter",
         file="a.safetensors",
@@ -68,7 +68,7 @@ def problem(severity: Any) -> dict[str, Any]:
     return found.model_dump(mode="json")
 
 
-LINE = "non-finite: model [bold]sorter file a.safetensors tensor q: row 3 holds NaN (train it again)"
+LINE = "export-answers: model [bold]sorter file a.safetensors tensor q: row 3 holds NaN (train it again)"
 
 
 def test_check_puts_problems_on_standard_error_and_no_cost_beside_errors(capsys: pytest.CaptureFixture[str]) -> None:
