@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.checkpoint import resolve
 from sandhi_core.errors import PreflightError
@@ -31,12 +31,3 @@ def run(job: Job) -> Outcome:
             "dtype": fingerprint.dtype,
         },
     )
-
-
-STAGE = StageAsset(
-    name="checkpoint",
-    phase="models",
-    description="Fingerprint of a model's checkpoint: digest and statistics of every tensor, digest of every file.",
-    run=run,
-    kinds=frozenset({"huggingface", "safetensors"}),
-)

@@ -1,6 +1,6 @@
 """cutoffs[pool.model]: every point of the trajectory at which the model is within its budgets."""
 
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.records import Plan, Trajectory
@@ -27,11 +27,3 @@ def run(job: Job) -> Outcome:
             "bytes freed at most": max(c.freed for c in within),
         },
     )
-
-
-STAGE = StageAsset(
-    name="cutoffs",
-    phase="search",
-    description="Every scored cutoff of one model, which of them are within budget, the deepest, the knee.",
-    run=run,
-)

@@ -4,7 +4,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.adapters import summary
 from sandhi_core.deploy.spec import deployment_spec, write_deployment
@@ -48,17 +48,8 @@ def run(job: Job) -> Outcome:
     )
 
 
-def report(job: Job) -> dict[str, Any]:
+def after(job: Job) -> dict[str, Any]:
     """Write the report, in which the deployment is: no run that makes one leaves the report behind."""
     bench = job.bench
     data = gather(bench.catalogue, job.key, bench.artifacts)
     return {"report": dg.MetadataValue.path(str(write_report(bench.artifacts.directory("reports", job.key), data)))}
-
-
-STAGE = StageAsset(
-    name="deployment",
-    phase="serving",
-    description="Deployment specification with commands and memory figures; exists only where the proof passed.",
-    run=run,
-    after=report,
-)

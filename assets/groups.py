@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from functools import cache, partial
 
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.besides import besides
 from sandhi_core.graph import evidence_rule
@@ -98,13 +98,3 @@ def _measures(job: Job) -> Measures:
             rule=digest_of(evidence_rule(pool)),
         ),
     )
-
-
-STAGE = StageAsset(
-    name="groups",
-    phase="search",
-    description="Groups of slots that may share one tensor, with the recipe of that tensor, in search order.",
-    run=run,
-    scores=True,
-    kinds=frozenset({"scipy"}),
-)

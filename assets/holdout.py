@@ -1,7 +1,7 @@
 """holdout[pool.model]: the boldest cutoff that holds on questions that decided nothing before."""
 
 from assets.pictures import picture
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.assignment import Assignment
 from sandhi_core.evaluation.evaluator import merged_weights
@@ -43,13 +43,3 @@ def run(job: Job) -> Outcome:
         **{f"smallest certifiable budget {t}": r.certifiable for t, r in tasks},
     }
     return Outcome(record, metadata)
-
-
-STAGE = StageAsset(
-    name="holdout",
-    phase="search",
-    description="Cutoffs tried from safe to bold on the holdout split; the last that stays within budget.",
-    run=run,
-    scores=True,
-    kinds=frozenset({"lm-eval", "pytorch"}),
-)

@@ -3,7 +3,7 @@
 import dagster as dg
 
 from assets.pictures import picture
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.adapters import summary
 from sandhi_core.assignment import assignment_at
@@ -47,12 +47,3 @@ def run(job: Job) -> Outcome:
         **stock,
     }
     return Outcome(record, metadata)
-
-
-STAGE = StageAsset(
-    name="merged_weights",
-    phase="serving",
-    description="Exported checkpoints of the deployed point; shared tensors are links to one file.",
-    run=run,
-    kinds=frozenset({"huggingface", "safetensors"}),
-)

@@ -1,7 +1,7 @@
 """operating_points[pool]: a cutoff for every model, what it saves, and the point that is deployed."""
 
 from assets.pictures import picture
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.operating_points import operating_points
 from sandhi_core.records import CutoffSet, HoldoutScore, OperatingPoints, Trajectory
@@ -12,8 +12,12 @@ def run(job: Job) -> Outcome:
     bench = job.bench
     pool = bench.catalogue.pools[job.key]
     earlier = None
-    if pool.grouping.on_new_model == "join" and not job.regroup and bench.artifacts.envelope((STAGE.name, job.key)):
-        earlier = bench.artifacts.load(OperatingPoints, STAGE.name, job.key)
+    if (
+        pool.grouping.on_new_model == "join"
+        and not job.regroup
+        and bench.artifacts.envelope(("operating_points", job.key))
+    ):
+        earlier = bench.artifacts.load(OperatingPoints, "operating_points", job.key)
     record = operating_points(
         pool,
         bench.of_pool(CutoffSet, "cutoffs", job.key),
@@ -34,11 +38,3 @@ def run(job: Job) -> Outcome:
             "share claimed": deployed.net / deployed.checkpoint_bytes,
         },
     )
-
-
-STAGE = StageAsset(
-    name="operating_points",
-    phase="serving",
-    description="Named operating points of the pool with savings and drops, their Pareto frontier, the deployed one.",
-    run=run,
-)

@@ -1,6 +1,6 @@
 """plan[pool.model]: one model's own steps, and nothing that changes when another model merely joins."""
 
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.grouping import make_plan
 from sandhi_core.records import Groups, Profile
@@ -25,11 +25,3 @@ def run(job: Job) -> Outcome:
             "bytes planned": sum(m.nbytes for s in record.steps for m in s.merges),
         },
     )
-
-
-STAGE = StageAsset(
-    name="plan",
-    phase="search",
-    description="The steps of one model's search, each with the recipes it applies.",
-    run=run,
-)

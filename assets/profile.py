@@ -3,7 +3,7 @@
 from typing import Any
 
 from assets.pictures import picture
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.profile import profile
 from sandhi_core.records import Profile
@@ -35,13 +35,3 @@ def _noise(record: Profile, gate: float) -> dict[str, Any]:
         "what noise hurts most": table(sensitive_table(record)),
         "largest drop under noise": max(s.drop for s in record.sensitivities),
     }
-
-
-STAGE = StageAsset(
-    name="profile",
-    phase="models",
-    description="Baseline, and the score with noise in each layer's attention or MLP, on the profile split.",
-    run=run,
-    scores=True,
-    kinds=frozenset({"lm-eval", "pytorch"}),
-)

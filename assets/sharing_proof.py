@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from assets.pictures import picture
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
-from assets.verdicts import CHECKS, mapping, verdicts
+from assets.verdicts import mapping, verdicts
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.claims import least_in_memory
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
@@ -100,14 +100,3 @@ def _scored(job: Job, model: str, assignment: Assignment) -> Evaluation:
     job.bench.restore(f"{job.key}.{model}", assignment)
     weights = merged_weights(job.bench.fingerprint(model), assignment, job.bench.store)
     return job.bench.evaluator(pool, entry).evaluate("holdout", weights)
-
-
-STAGE = StageAsset(
-    name="sharing_proof",
-    phase="serving",
-    description="Every exported tensor re-read and compared with what was scored; bytes shared, on disk and in memory.",
-    run=run,
-    checks=CHECKS,
-    scores=True,
-    kinds=frozenset({"lm-eval", "safetensors"}),
-)

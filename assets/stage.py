@@ -9,23 +9,26 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 import dagster as dg
 from dagster._core.errors import DagsterExecutionInterruptedError
 
 from assets.telling import Telling
 from resources.artifact_root import ArtifactRoot
-from resources.bench import Bench
 from resources.devices import SCORING, device_slot
 from resources.passing import can_pass
 from resources.running import running
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner
 from sandhi_core.errors import SandhiError
-from sandhi_core.forecast import bound
 from sandhi_core.graph import STAGES, Catalogue, Node, Scope, fingerprint
 from sandhi_core.records import Record
+
+if TYPE_CHECKING:
+    from resources.bench import Bench
 
 FINGERPRINT_TAG = "sandhi/fingerprint"
 REGROUP_TAG = "sandhi/regroup"  # on a run: form groups anew, whatever the pool file says of new models
@@ -50,7 +53,7 @@ class Running:
 class Job:
     """One partition of one stage being materialised."""
 
-    bench: Bench
+    bench: "Bench"
     key: str
     regroup: bool
     log: Callable[[str], None]
@@ -92,16 +95,29 @@ class Outcome:
 @dataclass(frozen=True)
 class StageAsset:
     """`scores` stages evaluate models: they take a slot of the concurrency pool SCORING. `checks` says of each check by
-    name what it asks; `after` gives what can only be told once the record is saved."""
+    name what it asks.
+
+    The module of its name has `run`, and `after` where something can only be told once the record is saved. It is
+    imported when a step runs: torch and lm-eval take seconds, and Dagster loads its graph in every process.
+    """
 
     name: str
     phase: Phase
     description: str
-    run: Callable[[Job], Outcome]
     checks: Mapping[str, str] = field(default_factory=dict)
     scores: bool = False
     kinds: frozenset[str] = frozenset()
-    after: Callable[[Job], Mapping[str, Any]] = lambda job: {}
+
+    def run(self, job: Job) -> Outcome:
+        outcome: Outcome = self._module().run(job)
+        return outcome
+
+    def after(self, job: Job) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = getattr(self._module(), "after", lambda job: {})(job)
+        return found
+
+    def _module(self) -> ModuleType:
+        return import_module(f"assets.{self.name}")
 
     def asset(self, catalogue: Catalogue, how: Running) -> dg.AssetsDefinition:
         partitions = {name: _partitions(catalogue, stage.scope) for name, stage in STAGES.items()}
@@ -163,6 +179,9 @@ class StageAsset:
         artifacts: Artifacts,
         how: Running,
     ) -> dg.MaterializeResult[Any]:
+        from resources.bench import Bench  # late, as _module is
+        from sandhi_core.forecast import bound
+
         planner = Planner(catalogue, artifacts)
         node: Node = (self.name, context.partition_key)
         started = time.monotonic()

@@ -4,7 +4,7 @@ score."""
 from functools import partial
 
 from assets.pictures import picture
-from assets.stage import Job, Outcome, StageAsset
+from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.assignment import Assignment
 from sandhi_core.evaluation.evaluator import Evaluator, merged_weights
@@ -81,13 +81,3 @@ def _ladder(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float
     baseline = evaluator.evaluate("search", evaluator.original)
     assigned = partial(offering.assigned, offers)
     return ladder(plan, pool.tolerance(entry), baseline, rungs, assigned, score), {"rungs": len(rungs)}
-
-
-STAGE = StageAsset(
-    name="trajectory",
-    phase="search",
-    description="What one model may share: applied, scored on the search split, kept or not.",
-    run=run,
-    scores=True,
-    kinds=frozenset({"lm-eval", "pytorch"}),
-)

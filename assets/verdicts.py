@@ -13,18 +13,6 @@ from sandhi_core.report.stages import processes_table
 from sandhi_core.serving.engines import PYTHON
 from sandhi_core.words import count, percent, size
 
-CHECKS: Mapping[str, str] = {
-    "exported_is_scored": "The files hold the very bytes that were scored, answer as they did, and save what is "
-    "claimed. Nothing is deployed otherwise.",
-    "within_budget": "Every model's deployed weights keep its budgets on questions never used before.",
-    "certified": "Every model's deployed weights keep its budgets at 95 % confidence, at every "
-    "cutoff that was tried. Where the pool asks for no more than the measured change, this is a warning.",
-    "bytes_on_disk": "The exported files take as many bytes less than the checkpoints as is claimed.",
-    "bytes_in_memory": "Processes that load the export share, and take less than those of the originals by, nine "
-    "tenths of what is claimed, less the pages that are mapped whole.",
-    "measured_as_deployed": "Memory was measured with the engine that the pool is deployed on.",
-}
-
 
 def verdicts(
     pool: Pool,

@@ -38,7 +38,7 @@ DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
 LAUNCH = 10.0
 LOOK = 30.0
 OTHERS = 16
-SCORES = frozenset(stage.name for stage in STAGE_ASSETS if stage.scores)
+SCORES = frozenset(name for name, stage in STAGE_ASSETS.items() if stage.scores)
 
 Graph = Mapping[Node, tuple[Node, ...]]
 Seconds = Mapping[Node, float]

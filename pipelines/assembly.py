@@ -29,7 +29,7 @@ def build_definitions(
     how = Running(evaluated, told, settings.devices, settings.retry_seconds)
     slots = settings.slots if cluster is None else None
     return dg.Definitions(
-        assets=[stage.asset(catalogue, how) for stage in STAGE_ASSETS],
+        assets=[stage.asset(catalogue, how) for stage in STAGE_ASSETS.values()],
         jobs=all_jobs,
         sensors=[rebuild_sensor(catalogue, settings, all_jobs, slots)],
         schedules=[nightly_rebuild(catalogue)],

@@ -18,7 +18,7 @@ StageJob = UnresolvedAssetJobDefinition
 
 def jobs(scoring: Mapping[str, str] | None = None) -> list[StageJob]:
     """`scoring`: tags of the runs that evaluate models."""
-    score = {JOB_OF[stage.name] for stage in STAGE_ASSETS if stage.scores}
+    score = {JOB_OF[name] for name, stage in STAGE_ASSETS.items() if stage.scores}
     return [
         dg.define_asset_job(
             name,

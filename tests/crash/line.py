@@ -71,7 +71,7 @@ def run(pool: Path, root: Path, node: Node, evaluated: Callable[[str, float], No
         return
     own = planner.own(node)
     upstream = {u: artifacts.required(u).data_version for u in planner.graph[node]}
-    stage = next(stage for stage in STAGE_ASSETS if stage.name == node[0])
+    stage = STAGE_ASSETS[node[0]]
     outcome = stage.run(Job(Bench(catalogue, artifacts, evaluated), node[1], False, lambda line: None))
     artifacts.save(node, fingerprint(node, own, upstream), own, outcome.record)
 

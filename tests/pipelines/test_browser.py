@@ -91,7 +91,7 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
 
 
 def test_the_graph_shows_every_stage_in_its_part(page: Page) -> None:
-    phases = list(dict.fromkeys(stage.phase for stage in STAGE_ASSETS))
+    phases = list(dict.fromkeys(stage.phase for stage in STAGE_ASSETS.values()))
     drawn = page.locator("svg foreignObject")
     page.goto("/asset-groups")
     for phase in phases:

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 
+from assets.stages import STAGE_ASSETS
 from pipelines.instance import dagster_home
+from sandhi_core.graph import STAGES
 from tests.conftest import CHECKOUT, require
 from tests.pipelines.conftest import PoolWriter
 
@@ -57,3 +60,17 @@ def test_dg_check_defs(environment: dict[str, str], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All definitions loaded successfully" in done.stdout
+
+
+def test_the_graph_loads_without_what_only_steps_need(environment: dict[str, str]) -> None:
+    """Every process that Dagster starts loads the graph: the sensor's, each run's, each step's."""
+    heavy = {"lm_eval", "datasets", "matplotlib", "scipy.stats"}
+    told = f"import sys, pipelines.definitions; print(sorted({heavy} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", told], cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_a_module_that_runs_it(stage: str) -> None:
+    assert callable(import_module(f"assets.{stage}").run)
+    assert STAGE_ASSETS[stage].name == stage

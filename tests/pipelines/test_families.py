@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from assets import checkpoint, groups, plan
-from assets.stage import Job, StageAsset
+from assets.stage import Job
+from assets.stages import STAGE_ASSETS
 from resources.bench import Bench
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
@@ -38,18 +38,18 @@ def grouped(pool: Path, root: Path, *, regroup: bool = False) -> Bench:
     catalogue = load_catalogue([pool])
     bench = Bench(catalogue, Artifacts(root), lambda model, seconds: None)
     for model in catalogue.keys("model"):
-        materialise(bench, checkpoint.STAGE, model)
+        materialise(bench, "checkpoint", model)
         bench.artifacts.save(("profile", model), "", {}, profile(model, LAYERS))
-    materialise(bench, groups.STAGE, GROUP, regroup)
+    materialise(bench, "groups", GROUP, regroup)
     for member in catalogue.keys("member"):
-        materialise(bench, plan.STAGE, member)
+        materialise(bench, "plan", member)
     return bench
 
 
-def materialise(bench: Bench, stage: StageAsset, key: str, regroup: bool = False) -> None:
-    outcome = stage.run(Job(bench, key, regroup, lambda line: None))
-    own = Planner(bench.catalogue, bench.artifacts).own((stage.name, key))
-    bench.artifacts.save((stage.name, key), "", own, outcome.record)
+def materialise(bench: Bench, stage: str, key: str, regroup: bool = False) -> None:
+    outcome = STAGE_ASSETS[stage].run(Job(bench, key, regroup, lambda line: None))
+    own = Planner(bench.catalogue, bench.artifacts).own((stage, key))
+    bench.artifacts.save((stage, key), "", own, outcome.record)
 
 
 def sets(bench: Bench) -> dict[str, int]:

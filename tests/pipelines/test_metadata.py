@@ -7,8 +7,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from assets.stages import STAGE_ASSETS
-from assets.verdicts import CHECKS
+from assets.stages import CHECKS, STAGE_ASSETS
 from pipelines.assembly import build_definitions
 from pipelines.settings import Settings
 from sandhi_core.catalogue import load_catalogue
@@ -111,7 +110,7 @@ def test_the_graph_is_readable(tiny_line: Line) -> None:
     catalogue = load_catalogue([tiny_line.pool])
     graph = build_definitions(catalogue, Settings(tiny_line.pool, tiny_line.root)).resolve_asset_graph()
     groups = {}
-    for stage in STAGE_ASSETS:
+    for stage in STAGE_ASSETS.values():
         node = graph.get(dg.AssetKey(stage.name))
         groups[stage.name] = node.group_name
         assert node.owners == ["team:letters"]

@@ -11,7 +11,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from assets import checkpoint, groups
 from resources.bench import Bench
 from sandhi_core.architectures import ORDER
 from sandhi_core.artifacts import Artifacts
@@ -111,10 +110,10 @@ def formed(pool: Path, root: Path) -> list[Group]:
     catalogue = load_catalogue([pool])
     bench = Bench(catalogue, Artifacts(root), lambda model, seconds: None)
     for model in catalogue.keys("model"):
-        materialise(bench, checkpoint.STAGE, model)
+        materialise(bench, "checkpoint", model)
         bench.artifacts.save(("profile", model), "", {}, profile(model, 2))
     for key in catalogue.keys("group"):
-        materialise(bench, groups.STAGE, key)
+        materialise(bench, "groups", key)
     return groups_of(root)
 
 
