@@ -4,9 +4,9 @@ import dagster as dg
 
 from assets.stage import Job, Outcome
 from assets.tables import table
-from sandhi_core.checkpoint import resolve
+from sandhi_core.checkpoints.checkpoint import resolve
 from sandhi_core.errors import PreflightError
-from sandhi_core.preflight import check_model
+from sandhi_core.preflight.checks import check_model
 from sandhi_core.report.stages import parts_table
 
 

@@ -6,18 +6,18 @@ from functools import cache, partial
 
 from assets.stage import Job, Outcome
 from assets.tables import table
-from sandhi_core.besides import besides
+from sandhi_core.checkpoints.scan import row_statistics
 from sandhi_core.graph import evidence_rule
-from sandhi_core.grouping import make_groups
-from sandhi_core.grouping_methods import Measures
-from sandhi_core.kinship import families
+from sandhi_core.grouping.besides import besides
+from sandhi_core.grouping.groups import make_groups
+from sandhi_core.grouping.kinship import families
+from sandhi_core.grouping.methods import Measures
 from sandhi_core.merging import squared_distance
 from sandhi_core.records import Groups, Profile, Recipe, Slot, digest_of
 from sandhi_core.report.stages import groups_table, left_out_table
 from sandhi_core.rungs.allotment import Candidate
 from sandhi_core.rungs.choice import Evidence
 from sandhi_core.rungs.offers import TOLD_EVERY, Offers
-from sandhi_core.scan import row_statistics
 
 
 def run(job: Job) -> Outcome:

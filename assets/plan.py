@@ -2,7 +2,7 @@
 
 from assets.stage import Job, Outcome
 from assets.tables import table
-from sandhi_core.grouping import make_plan
+from sandhi_core.grouping.groups import make_plan
 from sandhi_core.records import Groups, Profile
 from sandhi_core.report.stages import plan_table
 

@@ -14,7 +14,7 @@ from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.claims import least_in_memory
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
 from sandhi_core.layout import DEPLOYMENT, read_manifest
-from sandhi_core.pool import Engine, Pool
+from sandhi_core.pools.pool import Engine, Pool
 from sandhi_core.records import (
     Evaluation,
     HoldoutScore,

@@ -6,7 +6,7 @@ from typing import Any
 from assets.stage import Check
 from assets.tables import table
 from sandhi_core.cutoffs import EPSILON
-from sandhi_core.pool import Engine, Pool
+from sandhi_core.pools.pool import Engine, Pool
 from sandhi_core.records import HoldoutScore, SharingProof
 from sandhi_core.report import ReportData, page
 from sandhi_core.report.stages import processes_table

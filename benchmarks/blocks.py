@@ -15,9 +15,9 @@ from statistics import fmean
 from benchmarks.rows import table
 from benchmarks.ways import say
 from benchmarks.wholes import Member, Wholes
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.evaluation.inputs import Inputs
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.records import Slot
 from sandhi_core.rungs.grams import Gram, regmean
 from sandhi_core.rungs.residual import spectrum, weighting

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from demo.seeds import seed
-from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.grouping_order import Place
-from sandhi_core.pool import ProfileSettings
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
+from sandhi_core.grouping.order import Place
+from sandhi_core.pools.pool import ProfileSettings
 from sandhi_core.profile import components, noise_weights
 from sandhi_core.records import Fingerprint, Slot
-from sandhi_core.scan import fingerprint
 
 SEED = ProfileSettings().seeds[0]
 

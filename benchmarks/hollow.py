@@ -11,7 +11,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sandhi_core.survey_files import INDEX
+from sandhi_core.checkpoints.survey_files import INDEX
 
 SHARD_BYTES = 5 * 10**9
 """As save_pretrained cuts large models."""

@@ -17,10 +17,10 @@ from benchmarks.lines import BESIDES, BOTH, EVERY_METHOD, LADDER, Way, built, ro
 from benchmarks.outcomes import Outcome
 from benchmarks.rows import seconds, table
 from benchmarks.ways import say
-from sandhi_core.architectures import ORDER
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import assignment_at
-from sandhi_core.pool import Pool, load_pool
+from sandhi_core.checkpoints.architectures import ORDER
+from sandhi_core.pools.pool import Pool, load_pool
 from sandhi_core.records import Fingerprint, OperatingPoints, Trajectory
 from sandhi_core.words import percent
 

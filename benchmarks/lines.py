@@ -14,7 +14,7 @@ import yaml
 from benchmarks.outcomes import Loss, Outcome
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.holdout import deployed_holdouts
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from sandhi_core.records import HoldoutScore, OperatingPoints, SharingProof
 
 Sections = Mapping[str, Mapping[str, Any]]

@@ -36,13 +36,13 @@ from benchmarks.rows import seconds, table
 from benchmarks.scoring import CACHE
 from benchmarks.ways import say
 from sandhi_core.assignment import Assignment
-from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
 from sandhi_core.memory import weight_files
-from sandhi_core.pool import Pool, load_pool
+from sandhi_core.pools.pool import Pool, load_pool
 from sandhi_core.records import Manifest
-from sandhi_core.scan import fingerprint
 from sandhi_core.serving.load import load
 from sandhi_core.store import Store
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.rows import seconds, table
 from sandhi_core.cutoffs import EPSILON
-from sandhi_core.pool import ModelEntry
+from sandhi_core.pools.pool import ModelEntry
 from sandhi_core.records import TaskResult
 from sandhi_core.statistics import paired_interval
 from sandhi_core.words import percent, points

@@ -19,7 +19,7 @@ from benchmarks.outcomes import Loss, Outcome, told
 from benchmarks.scoring import CACHE
 from benchmarks.ways import commit, say
 from benchmarks.wholes import Bases, Wholes
-from sandhi_core.pool import Pool, load_pool
+from sandhi_core.pools.pool import Pool, load_pool
 from sandhi_core.words import percent
 
 WHOLES = "without a search"

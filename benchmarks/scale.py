@@ -37,11 +37,11 @@ from benchmarks.rows import seconds, table
 from benchmarks.ways import say
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
-from sandhi_core.grouping import make_groups, make_plan
-from sandhi_core.kinship import families
+from sandhi_core.grouping.groups import make_groups, make_plan
+from sandhi_core.grouping.kinship import families
 from sandhi_core.moments import RowStatistics
-from sandhi_core.pool import Pool
-from sandhi_core.preflight import check_model
+from sandhi_core.pools.pool import Pool
+from sandhi_core.preflight.checks import check_model
 from sandhi_core.records import Component, Fingerprint, Groups, Profile, Sensitivity
 from sandhi_core.words import size
 

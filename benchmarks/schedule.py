@@ -32,7 +32,7 @@ from assets.stages import STAGE_ASSETS
 from benchmarks.rows import table
 from benchmarks.steps import Steps, measured
 from sandhi_core.graph import STAGES, Catalogue, Node
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
 LAUNCH = 10.0

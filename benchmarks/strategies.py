@@ -23,7 +23,7 @@ from sandhi_core.catalogue import load_catalogue
 from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.evaluation.evaluator import merged_weights
 from sandhi_core.holdout import walk_holdout
-from sandhi_core.pool import ModelEntry, Pool, load_pool
+from sandhi_core.pools.pool import ModelEntry, Pool, load_pool
 from sandhi_core.records import Evaluation, Fingerprint, HoldoutScore, Plan, Profile, Quality, Split, Trajectory
 from sandhi_core.rungs.allotment import PRICES, Bid, Candidate, Ranks, distinct, nbytes
 from sandhi_core.rungs.ladder import ladder

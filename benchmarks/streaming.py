@@ -35,15 +35,15 @@ from benchmarks.rows import seconds, table
 from benchmarks.scale import made_up
 from benchmarks.ways import say
 from sandhi_core.assignment import Assignment
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.safetensors_file import Entry, raw_bytes, write_safetensors
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.export import export_pool
-from sandhi_core.grouping import make_groups
-from sandhi_core.pool import Pool
+from sandhi_core.grouping.groups import make_groups
+from sandhi_core.pools.pool import Pool
 from sandhi_core.recipes import SharedTensors
 from sandhi_core.records import Contributor, Fingerprint
 from sandhi_core.rungs.grams import Gram
-from sandhi_core.safetensors_file import Entry, raw_bytes, write_safetensors
-from sandhi_core.scan import fingerprint
 from sandhi_core.store import Store
 
 NAMES = ("a", "b")

@@ -10,7 +10,7 @@ from benchmarks.models import rewritten
 from benchmarks.questions import SPLIT, TASKS, decisions, suite, write
 from benchmarks.rows import Row, peak_mib
 from benchmarks.ways import Agreement, Clock, Theirs, process, resident, say, start
-from sandhi_core.grouping_order import Place
+from sandhi_core.grouping.order import Place
 
 
 def spread(places: Sequence[Place], count: int) -> list[Place]:

@@ -14,9 +14,9 @@ from benchmarks.ways import Agreement, Clock, Theirs, resident, say
 from sandhi_core.cutoffs import drops_of, within
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
-from sandhi_core.grouping_order import Place, wide_order
+from sandhi_core.grouping.order import Place, wide_order
 from sandhi_core.merging import merge
-from sandhi_core.pool import ProfileSettings, SearchSettings
+from sandhi_core.pools.pool import ProfileSettings, SearchSettings
 from sandhi_core.records import (
     Accepts,
     Contributor,

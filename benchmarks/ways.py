@@ -18,7 +18,7 @@ from benchmarks.questions import SPLIT, shortened, taken
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import Suite
 from sandhi_core.evaluation.tokenised import TokenisedOnceLM
-from sandhi_core.pool import EvaluationSettings
+from sandhi_core.pools.pool import EvaluationSettings
 from sandhi_core.records import TaskResult
 
 BATCH_TOKENS = EvaluationSettings().batch_tokens

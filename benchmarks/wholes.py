@@ -15,14 +15,14 @@ import yaml
 
 from benchmarks.outcomes import Outcome, loss
 from sandhi_core.assignment import Assignment, factor_names
-from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.evaluation.evaluator import Evaluator, merged_weights, score_directory
 from sandhi_core.evaluation.scorelog import ScoreLog
-from sandhi_core.pool import ModelEntry, Pool
+from sandhi_core.pools.pool import ModelEntry, Pool
 from sandhi_core.records import Adjustment, Fingerprint, TaskResult
 from sandhi_core.rungs.residual import DTYPE
 from sandhi_core.savings import savings
-from sandhi_core.scan import fingerprint
 from sandhi_core.store import Store
 
 RANKS = (8, 16)

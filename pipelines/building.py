@@ -16,7 +16,7 @@ from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import PreflightError, Problem
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.holdout import deployed_holdouts
-from sandhi_core.pool import ModelEntry
+from sandhi_core.pools.pool import ModelEntry
 from sandhi_core.records import HoldoutScore, MergedWeights, OperatingPoints, SharingProof
 
 

@@ -15,11 +15,11 @@ from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import costs, forecast
 from sandhi_core.graph import Catalogue, Node
 from sandhi_core.neighbours import disturbed
-from sandhi_core.pool import Pool
-from sandhi_core.pool_file import Document, read_document
-from sandhi_core.pool_problems import Loc, shown_path
-from sandhi_core.preflight import check_base, check_model, check_pool
-from sandhi_core.preflight_pool import task_folder_is_missing
+from sandhi_core.pools.file import Document, read_document
+from sandhi_core.pools.pool import Pool
+from sandhi_core.pools.problems import Loc, shown_path
+from sandhi_core.preflight.checks import check_base, check_model, check_pool
+from sandhi_core.preflight.pool import task_folder_is_missing
 from sandhi_core.records import Fingerprint, Split
 from sandhi_core.words import size
 

@@ -126,7 +126,7 @@ def _add_nothing(parser: argparse.ArgumentParser) -> None:
 
 
 def _schema(arguments: argparse.Namespace, answer: Answer) -> int:
-    from sandhi_core.pool import json_schema
+    from sandhi_core.pools.pool import json_schema
 
     answer.document(json_schema())
     return 0

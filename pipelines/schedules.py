@@ -6,8 +6,8 @@ import dagster as dg
 
 from assets.stage import REGROUP_TAG
 from pipelines.jobs import JOB_OF, runs
-from sandhi_core.cron import due, plain
 from sandhi_core.graph import Catalogue
+from sandhi_core.pools.cron import due, plain
 
 NIGHTLY = "0 3 * * *"  # for a schedule that nobody asks anything of: it needs some time
 

@@ -6,15 +6,15 @@ from typing import TypeVar
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import Assignment, parts_of
-from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import CheckpointError, MergeError, PreflightError, StoreError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.graph import Catalogue
 from sandhi_core.holdout import deployed_holdouts
-from sandhi_core.pool import Base, ModelEntry, Pool
-from sandhi_core.preflight import check_base
+from sandhi_core.pools.pool import Base, ModelEntry, Pool
+from sandhi_core.preflight.checks import check_base
 from sandhi_core.recipes import SharedTensors
 from sandhi_core.records import Contributor, Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
 from sandhi_core.rungs.allotment import Bid

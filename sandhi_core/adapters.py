@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sandhi_core.assignment import PEFT, factors_among, vector_names
+from sandhi_core.checkpoints.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 from sandhi_core.layout import ADAPTER, index_bytes, index_name, shards
 from sandhi_core.records import Adapter, Base, ExportedModel, ExportedTensor, Manifest, Ordinary, StockPlan, digest_of
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 CONFIG = "adapter_config.json"
 READ = (

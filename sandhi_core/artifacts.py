@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sandhi_core.adapters import all_there
+from sandhi_core.checkpoints.survey_files import FileIdentity
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import ProofError, StoreError
 from sandhi_core.files import locked, sweep, write_atomic, writing
@@ -47,7 +48,6 @@ from sandhi_core.records import (
     canonical_json,
     digest_of,
 )
-from sandhi_core.survey_files import FileIdentity
 
 RECORDS: dict[str, type[Record]] = {
     "checkpoint": Fingerprint,

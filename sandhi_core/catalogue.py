@@ -5,15 +5,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sandhi_core.architecture import group_key
 from sandhi_core.artifacts import Artifacts
-from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.architecture import group_key
+from sandhi_core.checkpoints.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.survey_files import SUFFIXES
 from sandhi_core.errors import PoolError, SandhiError
 from sandhi_core.evaluation.conditions import conditions
 from sandhi_core.evaluation.taskfiles import task_identity
 from sandhi_core.graph import Catalogue, Node, Schedule, own_inputs, schedule
-from sandhi_core.pool import Base, ModelEntry, Pool, load_pool
-from sandhi_core.survey_files import SUFFIXES
+from sandhi_core.pools.pool import Base, ModelEntry, Pool, load_pool
 
 
 def load_catalogue(files: Iterable[Path]) -> Catalogue:

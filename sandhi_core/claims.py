@@ -4,9 +4,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from sandhi_core.assignment import factors_among
+from sandhi_core.checkpoints.safetensors_file import PAGE
 from sandhi_core.layout import shards
 from sandhi_core.records import ExportedTensor, Manifest
-from sandhi_core.safetensors_file import PAGE
 from sandhi_core.savings import duplicates, padding_of
 
 MEMORY_SHARE = 0.9

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from operator import add
 
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from sandhi_core.records import Fingerprint, Slot, TensorInfo
 from sandhi_core.rungs.choice import AVERAGES
 from sandhi_core.rungs.grams import BLOCK

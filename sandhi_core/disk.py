@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandhi_core.adapters import Link, stock_files, stock_plan
-from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import FormatError, map_file, release
 from sandhi_core.errors import Problem
 from sandhi_core.files import is_aside
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
 from sandhi_core.records import ExportedModel, ExportedTensor, Manifest, StockPlan
-from sandhi_core.safetensors_file import FormatError, map_file, release
 from sandhi_core.savings import padding_of
 
 RESTORE = "restore it from a sound copy of the export, or remove the export and build again"

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.assignment import Assignment, factors_among
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.safetensors_file import Entry, write_hashed
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.files import aside, flush, fsync_directory, unwritable, write_atomic, writing
 from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest, shards
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
-from sandhi_core.safetensors_file import Entry, write_hashed
 from sandhi_core.store import Store
 
 _CLONE = 0x40049409  # FICLONE, ioctl_ficlonerange(2)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.costs import Cost, Costs, met, total
 from sandhi_core.graph import STAGES, Catalogue, Node
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from sandhi_core.records import Fingerprint, Record, Slot
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sandhi_core.errors import PoolError
-from sandhi_core.pool import Base, ModelEntry, Pool
+from sandhi_core.pools.pool import Base, ModelEntry, Pool
 from sandhi_core.records import digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION
 
@@ -189,7 +189,7 @@ def own_inputs(
 
 def evidence_rule(pool: Pool) -> list[Any]:
     """What decides, besides models and questions, how slots bid where groups choose by evidence: of a ladder's what is
-    no vector of rows, which evidence does not look at. It names the rule of such groups too (grouping_methods)."""
+    no vector of rows, which evidence does not look at. It names the rule of such groups too (grouping.methods)."""
     adapters = pool.deploy.adapters
     return [LADDER_VERSION, pool.merging.residuals, pool.search.errors, None if adapters is None else adapters.max_rank]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import EPSILON
 from sandhi_core.errors import StoreError
-from sandhi_core.pool import ModelEntry, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, TaskBudget
 from sandhi_core.records import (
     CutoffSet,
     Evaluation,

@@ -12,11 +12,11 @@ from pathlib import Path, PurePosixPath
 from pydantic import ValidationError
 
 from sandhi_core.assignment import Assignment, factor_names, factors_among, parts_of, vector_names
+from sandhi_core.checkpoints.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 from sandhi_core.errors import ProofError
 from sandhi_core.files import open_regular
 from sandhi_core.records import DTYPE_BYTES, ExportedModel, ExportedTensor, Fingerprint, Linked, Manifest
 from sandhi_core.savings import PAGE_ALIGNED, Holding, holdings
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 MANIFEST = "sandhi.json"
 SCHEMA_VERSION = Manifest.model_fields["schema_version"].default

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from sandhi_core.checkpoints.safetensors_file import PAGE, read_header
+from sandhi_core.checkpoints.survey_files import SUFFIXES
 from sandhi_core.layout import MANIFEST
 from sandhi_core.records import Manifest, ProcessMemory
-from sandhi_core.safetensors_file import PAGE, read_header
-from sandhi_core.survey_files import SUFFIXES
 
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
 _FIELDS = ("Rss", "Pss", "Shared_Clean", "Shared_Dirty", "Private_Clean", "Private_Dirty")

@@ -15,10 +15,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from sandhi_core.checkpoints.scan import RowStatistics, row_statistics_of
 from sandhi_core.errors import MergeError
 from sandhi_core.records import Contributor, Recipe
 from sandhi_core.rungs.grams import Gram, regmean
-from sandhi_core.scan import RowStatistics, row_statistics_of
 from sandhi_core.threads import one_thread
 
 BLOCK_BYTES = 16 * 2**20

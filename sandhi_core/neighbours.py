@@ -11,7 +11,7 @@ from typing import Any
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.errors import Problem
 from sandhi_core.evaluation.conditions import conditions
-from sandhi_core.pool import ModelEntry, Pool
+from sandhi_core.pools.pool import ModelEntry, Pool
 from sandhi_core.records import Trajectory
 
 _SETTINGS = ("splits", "seed", "dtype", "device", "batch_tokens")  # of the conditions of scoring those of a pool file

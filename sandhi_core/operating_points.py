@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sandhi_core.assignment import assignment_at
 from sandhi_core.cutoffs import KNEE_GRID, at_most, deepest_within, knee, within
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from sandhi_core.records import (
     CutoffSet,
     Fingerprint,

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.cutoffs import drops_of
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, noise_key, weights_key
-from sandhi_core.grouping_order import Place
-from sandhi_core.pool import ProfileSettings
+from sandhi_core.grouping.order import Place
+from sandhi_core.pools.pool import ProfileSettings
 from sandhi_core.records import Evaluation, Fingerprint, Profile, Sensitivity, Slot
 
 CHUNK = 2**20

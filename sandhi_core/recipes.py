@@ -6,14 +6,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.safetensors_file import release
+from sandhi_core.checkpoints.scan import RowStatistics, row_statistics
 from sandhi_core.errors import MergeError
 from sandhi_core.graph import STAGES
 from sandhi_core.merging import merge
 from sandhi_core.records import Contributor, Fingerprint, Recipe, digest_of
 from sandhi_core.rungs.grams import Gram
-from sandhi_core.safetensors_file import release
-from sandhi_core.scan import RowStatistics, row_statistics
 from sandhi_core.store import Store
 
 WORKERS = 4

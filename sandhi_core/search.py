@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sandhi_core.cutoffs import drops_of, within
-from sandhi_core.pool import SearchSettings
+from sandhi_core.pools.pool import SearchSettings
 from sandhi_core.records import Accepts, Evaluation, Plan, PlannedStep, Recipe, Scores, Step, Trajectory
 
 Score = Callable[[dict[str, str], Accepts | None], Evaluation | None]

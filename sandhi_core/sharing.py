@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sandhi_core.assignment import Assignment, parts_of
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.claims import least_in_memory
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import Problem

@@ -16,11 +16,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sandhi_core.checkpoint import tensor_digest
-from sandhi_core.errors import StoreError
-from sandhi_core.files import write_atomic, writing
-from sandhi_core.records import canonical_json
-from sandhi_core.safetensors_file import (
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import (
     Entry,
     FormatError,
     dtype_name,
@@ -30,6 +27,9 @@ from sandhi_core.safetensors_file import (
     tensor_over,
     write_safetensors,
 )
+from sandhi_core.errors import StoreError
+from sandhi_core.files import write_atomic, writing
+from sandhi_core.records import canonical_json
 from sandhi_core.savings import PAGE_ALIGNED
 
 ALIGNMENT = PAGE_ALIGNED  # bytes: a page, so that the data of an entry can be mapped without its header

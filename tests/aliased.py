@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.store import Store
 from tests.exported import EMBED, GATE, UP, Case, fingerprint_of, own_tensor
 from tests.models import WEIGHTS, edit_tensors, tiny_llama

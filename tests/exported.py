@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sandhi_core.assignment import Assignment, factor_names, vector_names
-from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.safetensors_file import tensor_over
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import DeploySettings, ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import DeploySettings, ModelEntry, Pool, TaskBudget
 from sandhi_core.records import Adjustment, Fingerprint, Manifest, MergedWeights, TensorInfo
 from sandhi_core.rungs.residual import DTYPE, Residual, attach
-from sandhi_core.safetensors_file import tensor_over
 from sandhi_core.store import Store
 from tests.models import WEIGHTS, edit_tensors, shard, tiny_llama
 

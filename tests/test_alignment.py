@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from sandhi_core.checkpoints.safetensors_file import map_file, raw_bytes, read_header, write_safetensors
 from sandhi_core.claims import claims_of
 from sandhi_core.disk import verify_disk
-from sandhi_core.pool import DeploySettings
+from sandhi_core.pools.pool import DeploySettings
 from sandhi_core.records import Manifest
-from sandhi_core.safetensors_file import map_file, raw_bytes, read_header, write_safetensors
 from sandhi_core.savings import Holding, duplicates, savings
 from sandhi_core.serving.load import load
 from sandhi_core.store import ALIGNMENT, Store

@@ -12,7 +12,7 @@ from lm_eval.tasks import TaskManager
 from pipelines import progress
 from pipelines.checking import check
 from sandhi_core.__main__ import main
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.evaluation import requests
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama

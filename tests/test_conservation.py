@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sandhi_core.assignment import Assignment
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError
 from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import Fingerprint, Slot
-from sandhi_core.scan import fingerprint
 from sandhi_core.store import Store
 from tests.models import BUILDERS, INDEX, WEIGHTS, edit_tensors, shard
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from sandhi_core.assignment import factor_names, factors_among
-from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.safetensors_file import dtype_name
+from sandhi_core.checkpoints.survey_files import ADJUSTED_INDEX
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.layout import index_name, private_name, sizes_match
 from sandhi_core.records import Manifest
 from sandhi_core.rungs.residual import DTYPE
-from sandhi_core.safetensors_file import dtype_name
 from sandhi_core.savings import savings
-from sandhi_core.survey_files import ADJUSTED_INDEX
 from tests.exported import DOWN, EMBED, GATE, MODELS, NORM, RANKS, UP, Case, copy_case, make_case, make_models, stock
 
 

@@ -9,8 +9,8 @@ import pytest
 from sandhi_core.costs import GRADIENT_PASSES, INPUT_PASSES, Cost, Costs, moments, spectra, tensors_tried, total
 from sandhi_core.forecast import Forecast, costs, forecast
 from sandhi_core.graph import STAGES, Catalogue
-from sandhi_core.pool import Pool
-from sandhi_core.preflight_pool import check_pool
+from sandhi_core.pools.pool import Pool
+from sandhi_core.preflight.pool import check_pool
 from sandhi_core.rungs.ladder import MOST_SCORES
 from tests.synthetic import PROJECTIONS, fingerprint
 from tests.test_graph import make_pool

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sandhi_core.checkpoint import tensor_digest
-from sandhi_core.safetensors_file import DTYPES, Entry, raw_bytes, write_safetensors
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import DTYPES, Entry, raw_bytes, write_safetensors
 from sandhi_core.savings import MIN_SHARED_BYTES
 from sandhi_core.store import ALIGNMENT, Store
 from tests.exported import EMBED, GATE, MODELS, UP, Case, make_case, make_models

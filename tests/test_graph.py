@@ -17,7 +17,7 @@ from sandhi_core.graph import (
     own_inputs,
     schedule,
 )
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from sandhi_core.records import digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sandhi_core.assignment import Assignment
 from sandhi_core.errors import StoreError
 from sandhi_core.holdout import deployed_holdouts, walk_holdout
-from sandhi_core.pool import ModelEntry, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, TaskBudget
 from sandhi_core.records import (
     Cutoff,
     CutoffSet,

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandhi_core.checkpoints.safetensors_file import PAGE, map_file
 from sandhi_core.memory import Holder, Span, accounts, mappings, shared_bytes, weight_files
 from sandhi_core.memory import holder as held_by
 from sandhi_core.records import ProcessMemory
-from sandhi_core.safetensors_file import PAGE, map_file
 from tests.models import WEIGHTS, tiny_llama
 
 SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sandhi_core.checkpoints.scan import RowStatistics, row_statistics_of
 from sandhi_core.errors import MergeError
 from sandhi_core.merging import DTYPES, merge, squared_distance
 from sandhi_core.records import Contributor, Recipe
 from sandhi_core.rungs.grams import Gram, GramSum, regmean
-from sandhi_core.scan import RowStatistics, row_statistics_of
 
 
 def recipe(tensors: Sequence[Tensor], rescale: str = "none", dtype: str = "BF16", method: str = "mean") -> Recipe:

@@ -9,7 +9,7 @@ from sandhi_core.artifacts import Artifacts
 from sandhi_core.errors import Problem
 from sandhi_core.evaluation.conditions import conditions
 from sandhi_core.neighbours import disturbed
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from tests.synthetic import fingerprint, profile
 from tests.walks import trajectory
 

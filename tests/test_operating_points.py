@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import EPSILON
 from sandhi_core.operating_points import frontier, nearest_saving, operating_points, sweep
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
     Adjustment,
     Fingerprint,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import sandhi_core.profile as module
-from sandhi_core.pool import ProfileSettings
+from sandhi_core.pools.pool import ProfileSettings
 from sandhi_core.profile import noisy, profile
 from sandhi_core.records import Evaluation
 from tests.synthetic import evaluation, fingerprint

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sandhi_core.assignment import assignment_at
 from sandhi_core.cutoffs import EPSILON
-from sandhi_core.pool import SearchSettings
+from sandhi_core.pools.pool import SearchSettings
 from sandhi_core.records import (
     Accepts,
     Contributor,

@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from sandhi_core.checkpoints.safetensors_file import PAGE
 from sandhi_core.claims import MEMORY_SHARE, claims_of
 from sandhi_core.deploy.check import check_deployment
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import PreflightError, Problem, ProofError, UsageError
 from sandhi_core.layout import read_manifest, sizes_match
 from sandhi_core.memory import Holder, weight_files
-from sandhi_core.pool import DeploySettings
+from sandhi_core.pools.pool import DeploySettings
 from sandhi_core.records import (
     Evaluation,
     Manifest,
@@ -26,7 +27,6 @@ from sandhi_core.records import (
     SharingProof,
     TaskResult,
 )
-from sandhi_core.safetensors_file import PAGE
 from sandhi_core.savings import savings
 from sandhi_core.serving.load import load
 from sandhi_core.serving.measure import Held, compare

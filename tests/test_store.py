@@ -6,9 +6,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import map_file, raw_bytes, read_header
 from sandhi_core.errors import StoreError
-from sandhi_core.safetensors_file import map_file, raw_bytes, read_header
 from sandhi_core.store import ALIGNMENT, Store
 
 W = torch.arange(12.0).reshape(3, 4)

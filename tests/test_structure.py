@@ -51,7 +51,7 @@ def test_assets_do_not_import_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["sandhi_core.pool", "sandhi_core.records", "sandhi_core.graph", "sandhi_core.cli", "pipelines.cli"]
+    "module", ["sandhi_core.pools.pool", "sandhi_core.records", "sandhi_core.graph", "sandhi_core.cli", "pipelines.cli"]
 )
 def test_light_modules_do_not_load_heavy_ones(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"

@@ -2,7 +2,7 @@
 
 import re
 
-from sandhi_core import scan
+from sandhi_core.checkpoints import scan
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.evaluation.conditions import SCORING_VERSION
 from sandhi_core.graph import STAGES

@@ -18,7 +18,7 @@ from sandhi_core.deploy.spec import DeploymentSpec, Server, serve
 from sandhi_core.disk import unreadable
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.layout import DEPLOYMENT, OTHER_VERSION, main_dtype, other_version
-from sandhi_core.pool import Engine
+from sandhi_core.pools.pool import Engine
 from sandhi_core.records import ExportedModel, Manifest
 
 AGAIN = f"restore {DEPLOYMENT} from where the export was built, or remove it and build again"

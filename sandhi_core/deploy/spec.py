@@ -21,7 +21,7 @@ from sandhi_core.deploy.stock import StockMemory, stock_memory
 from sandhi_core.errors import ProofError
 from sandhi_core.files import write_atomic, writing
 from sandhi_core.layout import DEPLOYMENT
-from sandhi_core.pool import Engine, Pool
+from sandhi_core.pools.pool import Engine, Pool
 from sandhi_core.records import (
     ExportedModel,
     Fingerprint,

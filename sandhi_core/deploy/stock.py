@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from sandhi_core.adapters import adapted_modules, base_model
 from sandhi_core.deploy.kv import KvCache, kv_cache
 from sandhi_core.deploy.sizing import RESERVE, Capacity, ModelMemory, capacity, served_bytes
-from sandhi_core.pool import LoraRank
+from sandhi_core.pools.pool import LoraRank
 from sandhi_core.records import DTYPE_BYTES, Base, ExportedModel, Manifest, Part, StockPlan
 
 BASIS = (

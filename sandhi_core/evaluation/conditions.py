@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sandhi_core.pool import EvaluationSettings
+from sandhi_core.pools.pool import EvaluationSettings
 
 SCORING_VERSION = 4
 """Changes whenever the same model, questions and settings would be scored otherwise than before."""

@@ -15,7 +15,7 @@ from sandhi_core.evaluation.resident import Replacement, Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS, Suite, load_tasks
 from sandhi_core.graph import STAGES
-from sandhi_core.pool import EvaluationSettings, ModelEntry
+from sandhi_core.pools.pool import EvaluationSettings, ModelEntry
 from sandhi_core.records import Accepts, Component, Evaluation, Fingerprint, Scores, Split, TaskResult, digest_of
 from sandhi_core.rungs.residual import Residual
 from sandhi_core.store import Store

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from sandhi_core.evaluation.conditions import device_of
-from sandhi_core.pool import EvaluationSettings, size_in_bytes
+from sandhi_core.pools.pool import EvaluationSettings, size_in_bytes
 
 
 def cache_bytes(settings: EvaluationSettings) -> dict[str, int]:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sandhi_core.checkpoints.side_files import keep, kept
 from sandhi_core.errors import EvaluationError, of_model
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.packing import TokenSequence
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.records import Fingerprint
-from sandhi_core.side_files import keep, kept
 from sandhi_core.threads import steady
 
 TOKENS = 2**14

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sandhi_core.checkpoints.side_files import keep, kept
 from sandhi_core.errors import EvaluationError, of_model
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.importance import Importance
@@ -20,7 +21,6 @@ from sandhi_core.records import Fingerprint, Slot, Split, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION
 from sandhi_core.rungs.grams import BLOCK, Gram, GramSum
 from sandhi_core.rungs.residual import Weighting, weighting
-from sandhi_core.side_files import keep, kept
 from sandhi_core.threads import steady
 
 SAME_INPUT: Mapping[str, str] = {"k": "q", "v": "q", "up": "gate"}

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.errors import EvaluationError, SandhiError
 from sandhi_core.evaluation.conditions import device_of, dtype_of
 from sandhi_core.evaluation.early import AbandonedError, Watch
@@ -17,7 +17,7 @@ from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.packing import TokenSequence
 from sandhi_core.evaluation.requests import GENERATION
 from sandhi_core.evaluation.tasks import Suite
-from sandhi_core.pool import EvaluationSettings
+from sandhi_core.pools.pool import EvaluationSettings
 from sandhi_core.records import Split, TaskResult
 from sandhi_core.rungs.residual import Attached, Residual, attach
 from sandhi_core.serving.load import index_of, load, module_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandhi_core.errors import TaskError
-from sandhi_core.pool import Splits
+from sandhi_core.pools.pool import Splits
 from sandhi_core.records import Split, canonical_json
 
 

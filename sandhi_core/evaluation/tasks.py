@@ -17,7 +17,7 @@ from sandhi_core.errors import EvaluationError, TaskError
 from sandhi_core.evaluation.requests import Question, ask
 from sandhi_core.evaluation.splits import split_of
 from sandhi_core.evaluation.taskfiles import task_identity
-from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
+from sandhi_core.pools.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Split, TaskResult
 
 SPLITS: tuple[Split, ...] = ("profile", "search", "holdout")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear
 
+from sandhi_core.checkpoints.side_files import keep, kept
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.records import Fingerprint
 from sandhi_core.rungs.grams import Gram, GramSum
-from sandhi_core.side_files import keep, kept
 from sandhi_core.threads import steady
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.graph import Node
-from sandhi_core.pool import Pool
+from sandhi_core.pools.pool import Pool
 from sandhi_core.records import (
     Adjustment,
     CutoffSet,

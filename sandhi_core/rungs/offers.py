@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sandhi_core.architectures import ARCHITECTURES
 from sandhi_core.assignment import Assignment, factor_names, vector_names
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.architectures import ARCHITECTURES
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.side_files import keep, kept
 from sandhi_core.errors import MergeError
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
@@ -24,7 +25,6 @@ from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, n
 from sandhi_core.rungs.plain import plain_squares
 from sandhi_core.rungs.residual import Residual, cut, spectrum
 from sandhi_core.savings import worth_a_file
-from sandhi_core.side_files import keep, kept
 from sandhi_core.store import Store
 
 ALL = 2**31

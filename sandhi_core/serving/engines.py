@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sandhi_core.errors import UsageError
-from sandhi_core.pool import Engine
+from sandhi_core.pools.pool import Engine
 from sandhi_core.serving.processes import QUIET
 
 PYTHON = "SANDHI_VLLM_PYTHON"

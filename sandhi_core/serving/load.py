@@ -22,14 +22,14 @@ from transformers import (
 )
 
 from sandhi_core.assignment import factor_names, factors_among, is_factor, vector_names
-from sandhi_core.checkpoint import Checkpoint, refuse
+from sandhi_core.checkpoints.checkpoint import Checkpoint, refuse
+from sandhi_core.checkpoints.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError
 from sandhi_core.layout import ADAPTER, MANIFEST
 from sandhi_core.rungs.residual import Residual, attach
 from sandhi_core.serving.mapped import Digests, MappedModel, mapped_model, residual_among
 from sandhi_core.serving.prefetch import prefetching, private_spans
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, SUFFIXES
 
 _CHECK = "it must be a whole causal language model that transformers knows: restore what is missing or damaged"
 

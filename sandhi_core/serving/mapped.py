@@ -20,16 +20,16 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from sandhi_core.assignment import factor_names, is_factor, vector_names
-from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import FormatError, Place, header_of, tensor_over
+from sandhi_core.checkpoints.survey_files import FileIdentity, read_json
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError, ProofError
 from sandhi_core.files import open_regular
 from sandhi_core.layout import MANIFEST, read_manifest, shards
 from sandhi_core.records import ExportedTensor, Manifest
 from sandhi_core.rungs.residual import Residual
-from sandhi_core.safetensors_file import FormatError, Place, header_of, tensor_over
 from sandhi_core.savings import worth_a_file
-from sandhi_core.survey_files import FileIdentity, read_json
 
 Digests = Literal["full", "sampled", "off"]
 """How much of what is mapped is held to the manifest's digests: every tensor, some of them, none."""

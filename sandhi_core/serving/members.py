@@ -15,7 +15,7 @@ from sandhi_core.deploy.spec import DeploymentSpec, Server
 from sandhi_core.disk import LINKS, beside_weights
 from sandhi_core.errors import PreflightError, ProofError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest, unlinked
-from sandhi_core.pool import Engine
+from sandhi_core.pools.pool import Engine
 from sandhi_core.records import Manifest
 from sandhi_core.serving.gpu import Device, socket_path
 from sandhi_core.serving.mapped import CONFIG, MappedModel

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sandhi_core.architectures import Experts, Matrix
+from sandhi_core.checkpoints.architectures import Experts, Matrix
+from sandhi_core.checkpoints.meaning import EMBEDDING, HEAD, Meaning
 from sandhi_core.errors import ServingError
-from sandhi_core.meaning import EMBEDDING, HEAD, Meaning
 from sandhi_core.records import ExportedTensor
 
 VOCABULARY_PADDING = 64

@@ -11,7 +11,7 @@ from pathlib import Path
 from sandhi_core.deploy import vllm
 from sandhi_core.errors import CheckpointError, ServingError
 from sandhi_core.memory import Holder, holder, weights_in
-from sandhi_core.pool import Engine
+from sandhi_core.pools.pool import Engine
 from sandhi_core.serving.census import FOLDER, told
 from sandhi_core.serving.completions import fetch
 from sandhi_core.serving.engines import context_of, environment, python_of

@@ -20,7 +20,7 @@ from sandhi_core.evaluation.evaluator import Weights, merged_weights
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import load_tasks
 from sandhi_core.layout import main_dtype
-from sandhi_core.pool import EvaluationSettings, Pool
+from sandhi_core.pools.pool import EvaluationSettings, Pool
 from sandhi_core.records import Fingerprint, Manifest, OperatingPoints, Trajectory
 from sandhi_core.serving.completions import Completion
 from sandhi_core.serving.engines import context_of

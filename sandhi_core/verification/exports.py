@@ -10,7 +10,7 @@ from sandhi_core.deploy.check import check_deployment
 from sandhi_core.disk import LINKS, DiskCheck, verify_disk
 from sandhi_core.errors import Problem, ProofError, UsageError
 from sandhi_core.layout import MANIFEST, read_manifest
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.records import Manifest
 from sandhi_core.serving.engines import python_of
 from sandhi_core.verification.arguments import originals_given

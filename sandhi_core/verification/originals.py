@@ -5,9 +5,9 @@ from pathlib import Path
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import factors_among
-from sandhi_core.checkpoint import Checkpoint, resolve
+from sandhi_core.checkpoints.checkpoint import Checkpoint, resolve
 from sandhi_core.errors import Problem, ProofError, SandhiError, UsageError
-from sandhi_core.pool import ModelEntry, Pool
+from sandhi_core.pools.pool import ModelEntry, Pool
 from sandhi_core.records import ExportedModel, Manifest
 
 

@@ -10,7 +10,7 @@ from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.errors import Problem, SandhiError, UsageError
 from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.memory import accounts
-from sandhi_core.pool import Engine, Pool
+from sandhi_core.pools.pool import Engine, Pool
 from sandhi_core.records import Manifest
 from sandhi_core.serving.measure import Held, Prompts, hold, served_from, shared, taken
 from sandhi_core.verification.originals import originals_of

@@ -7,7 +7,7 @@ import pytest
 from assets.stage import Check
 from assets.stages import CHECKS
 from assets.verdicts import certified, verdicts, within_budget
-from sandhi_core.pool import HoldoutSettings, Pool
+from sandhi_core.pools.pool import HoldoutSettings, Pool
 from sandhi_core.records import HoldoutScore, SharingProof
 from sandhi_core.report import ReportData
 

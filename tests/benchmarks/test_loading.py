@@ -21,7 +21,7 @@ from benchmarks.loading import (
 )
 from sandhi_core.disk import verify_disk
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from tests.exported import EMBED, make_models
 
 

@@ -11,7 +11,7 @@ from benchmarks.ladders import RUNGS
 from benchmarks.lines import WAYS, Way, offered, varied
 from benchmarks.outcomes import Loss, Outcome, told
 from benchmarks.wholes import Wholes
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.rungs.allotment import nbytes
 from tests.conftest import SPECIALISTS
 

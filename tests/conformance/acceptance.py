@@ -1,7 +1,7 @@
 """A recorded walk again: the search is given the recorded scores instead of evaluations."""
 
 from sandhi_core.cutoffs import EPSILON
-from sandhi_core.pool import SearchSettings
+from sandhi_core.pools.pool import SearchSettings
 from sandhi_core.records import Accepts, Evaluation, TaskResult, Trajectory
 from sandhi_core.search import search
 from tests.conformance.recorded import RecordedModel

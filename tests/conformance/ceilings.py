@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from sandhi_core.assignment import Assignment
-from sandhi_core.grouping import make_groups
-from sandhi_core.pool import GroupingSettings, MergingSettings
+from sandhi_core.grouping.groups import make_groups
+from sandhi_core.pools.pool import GroupingSettings, MergingSettings
 from sandhi_core.records import Fingerprint, Profile, Savings
 from sandhi_core.savings import savings
 from tests.conformance.recorded import RecordedModel, RecordedRun

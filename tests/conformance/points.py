@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sandhi_core.cutoffs import at_most
 from sandhi_core.operating_points import nearest_saving, operating_points, sweep
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import OperatingPoint, OperatingPoints
 from tests.conformance.recorded import POINTS, RecordedRun, Row
 from tests.synthetic import holdout

@@ -1,6 +1,6 @@
 """The recorded decisions, from the recorded scores, by `accept: reference` with `stride: 1`."""
 
-from sandhi_core.pool import SearchSettings
+from sandhi_core.pools.pool import SearchSettings
 from tests.conformance.acceptance import drifted, replayed
 from tests.conformance.recorded import RecordedRun
 

@@ -1,8 +1,8 @@
 """The recorded proposals, from the recorded statistics: the same groups, and every model's order."""
 
-from sandhi_core.grouping import make_groups
-from sandhi_core.grouping_order import reference_order
-from sandhi_core.pool import GroupingSettings, MergingSettings
+from sandhi_core.grouping.groups import make_groups
+from sandhi_core.grouping.order import reference_order
+from sandhi_core.pools.pool import GroupingSettings, MergingSettings
 from sandhi_core.records import Groups
 from tests.conformance.candidates import Block, RecordedClustering
 from tests.conformance.recorded import slug

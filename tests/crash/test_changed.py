@@ -15,7 +15,7 @@ from assets.stages import STAGE_ASSETS
 from resources.bench import Bench
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.errors import CheckpointError, SandhiError
 from sandhi_core.evaluation.evaluator import Weights
 from sandhi_core.graph import Node
@@ -132,7 +132,7 @@ def test_weights_that_change_while_the_model_is_in_memory(folder: Path) -> None:
 
 CUT = """
 import os, sys
-from sandhi_core import scan
+from sandhi_core.checkpoints import scan
 from sandhi_core.__main__ import main
 
 plain, file, sys.argv = scan.row_moments, sys.argv[1], sys.argv[1:]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from sandhi_core.pool import DeploySettings, Engine, ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import DeploySettings, Engine, ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
     ExportedModel,
     ExportedTensor,

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from sandhi_core.checkpoints.safetensors_file import DTYPES
 from sandhi_core.deploy.spec import DeploymentSpec, deployment_spec, write_deployment
 from sandhi_core.deploy.vllm import PLUGIN
 from sandhi_core.errors import ProofError
-from sandhi_core.pool import DeploySettings
+from sandhi_core.pools.pool import DeploySettings
 from sandhi_core.records import DTYPE_BYTES, Manifest
-from sandhi_core.safetensors_file import DTYPES
 from tests.deploy import pools
 
 

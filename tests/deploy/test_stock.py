@@ -12,7 +12,7 @@ from sandhi_core.deploy import vllm
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.deploy.stock import lora_rank
 from sandhi_core.layout import DEPLOYMENT
-from sandhi_core.pool import LoraRank
+from sandhi_core.pools.pool import LoraRank
 from sandhi_core.verification.exports import verify
 from tests.adapted import ADAPTED, adapted_case
 from tests.deployed import deployed

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from sandhi_core.pool import EvaluationSettings, ModelEntry
+from sandhi_core.pools.pool import EvaluationSettings, ModelEntry
 
 QUESTIONS = 40
 

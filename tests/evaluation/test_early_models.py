@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.early import AbandonedError
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, weights_key
@@ -19,9 +20,8 @@ from sandhi_core.evaluation.layers import LayeredModel
 from sandhi_core.evaluation.packed import PackedLM
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import load_tasks
-from sandhi_core.pool import SearchSettings
+from sandhi_core.pools.pool import SearchSettings
 from sandhi_core.records import Accepts, Evaluation, Plan, PlannedMerge, PlannedStep, Recipe, Trajectory
-from sandhi_core.scan import fingerprint
 from sandhi_core.search import search
 from tests.evaluation import local_tasks
 from tests.evaluation.local_tasks import choice_task, entry, generation_task, settings

@@ -12,13 +12,13 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from sandhi_core.assignment import Assignment
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, merged_weights, score_directory, weights_key
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.tasks import SPLITS
-from sandhi_core.pool import ModelEntry
-from sandhi_core.scan import fingerprint
+from sandhi_core.pools.pool import ModelEntry
 from sandhi_core.store import Store
 from tests.evaluation.local_tasks import choice_task, entry, generation_task, settings
 from tests.models import BUILDERS, edit_tensors, tiny_llama

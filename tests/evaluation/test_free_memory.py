@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sandhi_core.evaluation.free_memory import cache_bytes
-from sandhi_core.pool import EvaluationSettings
+from sandhi_core.pools.pool import EvaluationSettings
 
 
 def settings(**given: Any) -> EvaluationSettings:

@@ -6,7 +6,8 @@ from statistics import fmean
 import pytest
 import torch
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation import importance as module
 from sandhi_core.evaluation.evaluator import Evaluator
@@ -14,9 +15,8 @@ from sandhi_core.evaluation.importance import Importance, importance
 from sandhi_core.evaluation.packing import TokenSequence
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
-from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
+from sandhi_core.pools.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Fingerprint
-from sandhi_core.scan import fingerprint
 from tests.evaluation.local_tasks import choice_task, generation_task
 from tests.models import tiny
 

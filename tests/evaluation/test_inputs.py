@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation import inputs as module
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.inputs import Inputs, input_grams, read_by
 from sandhi_core.evaluation.layers import _Run
 from sandhi_core.evaluation.scorelog import ScoreLog
-from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
+from sandhi_core.pools.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Fingerprint
-from sandhi_core.scan import fingerprint
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sandhi_core.errors import TaskError
 from sandhi_core.evaluation.splits import split_of
-from sandhi_core.pool import Splits
+from sandhi_core.pools.pool import Splits
 
 SPLITS = Splits()
 

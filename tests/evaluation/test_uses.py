@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from sandhi_core.assignment import Assignment
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.errors import EvaluationError
 from sandhi_core.evaluation import uses as module
 from sandhi_core.evaluation.evaluator import Evaluator, merged_weights
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.layers import _Run
 from sandhi_core.evaluation.scorelog import ScoreLog
-from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
+from sandhi_core.pools.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Fingerprint
-from sandhi_core.scan import fingerprint
 from sandhi_core.store import Store
 from tests.evaluation.local_tasks import choice_task
 from tests.models import edit_tensors, tiny

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from sandhi_core.artifacts import Artifacts
+from sandhi_core.checkpoints.side_files import keep
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.garbage.in_use import InUse
 from sandhi_core.garbage.plan import Garbage, garbage
@@ -15,7 +16,6 @@ from sandhi_core.layout import DEPLOYMENT
 from sandhi_core.recipes import recipe_key
 from sandhi_core.records import Contributor, Plan, PlannedMerge, PlannedStep, Recipe, Step, Trajectory
 from sandhi_core.rungs.offers import short_file, spectrum_file
-from sandhi_core.side_files import keep
 from tests.deployed import deployed
 from tests.exported import DOWN, GATE, Case
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sandhi_core.architecture import problems_of, slots
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.architecture import problems_of, slots
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.errors import CheckpointError, Problem
-from sandhi_core.pool import ModelEntry, TaskBudget
-from sandhi_core.preflight import check_model
+from sandhi_core.pools.pool import ModelEntry, TaskBudget
+from sandhi_core.preflight.checks import check_model
 from tests.models import INDEX, WEIGHTS, edit_json, edit_tensors, shard, tiny_gemma3, tiny_llama, tiny_mixtral
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

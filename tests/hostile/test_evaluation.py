@@ -10,7 +10,8 @@ import pytest
 import torch
 from lm_eval.tasks import TaskManager
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.errors import CheckpointError, EvaluationError, StoreError, TaskError
 from sandhi_core.evaluation import requests
 from sandhi_core.evaluation.evaluator import Evaluator, Weights, score_directory
@@ -18,9 +19,8 @@ from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.evaluation.taskfiles import find_task, local_data_files, task_identity
 from sandhi_core.evaluation.tasks import SuiteTask, load_tasks
-from sandhi_core.pool import ModelEntry
+from sandhi_core.pools.pool import ModelEntry
 from sandhi_core.records import Evaluation, TaskResult
-from sandhi_core.scan import fingerprint
 from tests.evaluation.local_tasks import choice_task, entry, generation_task, settings
 from tests.evaluation.test_evaluator import Q_PROJ, evaluator, replaced
 from tests.models import edit_tensors, tiny_llama

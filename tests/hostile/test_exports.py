@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sandhi_core.checkpoints.safetensors_file import Entry, map_file, write_safetensors
+from sandhi_core.checkpoints.survey_files import INDEX
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import Problem, ProofError
 from sandhi_core.layout import MANIFEST, read_manifest
-from sandhi_core.safetensors_file import Entry, map_file, write_safetensors
-from sandhi_core.survey_files import INDEX
 from sandhi_core.verification.exports import verify
 from tests.deployed import deployed
 from tests.exported import EMBED, GATE, MODELS, NORM, RANKS, UP, make_case, make_models

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sandhi_core.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.checkpoint import Checkpoint, tensor_digest
+from sandhi_core.checkpoints.safetensors_file import raw_bytes
+from sandhi_core.checkpoints.scan import fingerprint, row_statistics, row_statistics_of
 from sandhi_core.errors import CheckpointError, EvaluationError, MergeError
 from sandhi_core.evaluation.evaluator import Evaluator
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.merging import DTYPES, merge
-from sandhi_core.pool import EvaluationSettings, ModelEntry, TaskBudget
+from sandhi_core.pools.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.profile import components, noise_weights
 from sandhi_core.records import Contributor, Recipe
-from sandhi_core.safetensors_file import raw_bytes
-from sandhi_core.scan import fingerprint, row_statistics, row_statistics_of
 from tests.evaluation.local_tasks import choice_task
 from tests.models import edit_tensors, tiny_llama
 

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sandhi_core.artifacts import Artifacts
+from sandhi_core.checkpoints.safetensors_file import DTYPES, FormatError, read_header
+from sandhi_core.checkpoints.survey import survey
 from sandhi_core.errors import PoolError, ProofError, SandhiError, StoreError
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.layout import MANIFEST, read_manifest
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.records import ExportedModel, ExportedTensor, Manifest
-from sandhi_core.safetensors_file import DTYPES, FormatError, read_header
-from sandhi_core.survey import survey
 from tests.synthetic import evaluation, fingerprint
 
 FEW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

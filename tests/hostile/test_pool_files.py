@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandhi_core.errors import PoolError
-from sandhi_core.pool import Pool, load_pool
+from sandhi_core.pools.pool import Pool, load_pool
 
 VALID = """\
 name: p

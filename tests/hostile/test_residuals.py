@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sandhi_core.assignment import factor_names, is_factor, vector_names
+from sandhi_core.checkpoints.safetensors_file import Entry, map_file, raw_bytes, write_safetensors
+from sandhi_core.checkpoints.survey_files import ADJUSTED_INDEX, INDEX
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, ProofError, ServingError
 from sandhi_core.layout import MANIFEST, read_manifest
-from sandhi_core.safetensors_file import Entry, map_file, raw_bytes, write_safetensors
 from sandhi_core.serving.load import load
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX
 from tests.exported import DOWN, EMBED, GATE, NORM, RANKS, UP, VECTORS, make_case, make_models
 from tests.measured import measure
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import map_file
 from sandhi_core.errors import CheckpointError, ProofError, SandhiError, ServingError
 from sandhi_core.layout import MANIFEST
-from sandhi_core.safetensors_file import map_file
 from sandhi_core.serving.load import load
 from sandhi_core.serving.mapped import MappedModel
 from tests.exported import GATE, RANKS, UP, Case, make_case, make_models

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.errors import PoolError
 from sandhi_core.export import export_pool
-from sandhi_core.pool import ModelEntry, TaskBudget, load_pool
-from sandhi_core.preflight import check_model
-from sandhi_core.scan import fingerprint
+from sandhi_core.pools.pool import ModelEntry, TaskBudget, load_pool
+from sandhi_core.preflight.checks import check_model
 from sandhi_core.store import Store
 from tests.evaluation.local_tasks import choice_task
 from tests.models import INDEX, WEIGHTS, tiny_llama

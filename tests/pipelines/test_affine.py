@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sandhi_core.evaluation.splits import split_of
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.serving.load import load
 from tests.conftest import SPECIALISTS
 from tests.pipelines.conftest import Line, built, sandhi

@@ -12,7 +12,7 @@ from resources.bench import Bench
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import MergeError
-from sandhi_core.grouping_form import NO_KIN
+from sandhi_core.grouping.form import NO_KIN
 from sandhi_core.records import Groups, Plan
 from tests.models import edit_tensors, fine_tune, tiny_llama
 from tests.pipelines.conftest import PoolWriter

@@ -16,9 +16,9 @@ import torch
 import yaml
 
 from sandhi_core.artifacts import Artifacts
+from sandhi_core.checkpoints.side_files import keep, kept
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import OperatingPoints
-from sandhi_core.side_files import keep, kept
 from tests.conftest import CHECKOUT
 from tests.evaluation.local_tasks import choice_task
 from tests.models import fine_tune, tiny_llama

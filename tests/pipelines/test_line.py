@@ -25,7 +25,7 @@ from sandhi_core.catalogue import load_catalogue
 from sandhi_core.evaluation.splits import split_of
 from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.records import Trajectory
 from tests.conftest import CHECKOUT, OUTSIDER, SPECIALISTS
 from tests.pipelines.conftest import Line, built, sandhi

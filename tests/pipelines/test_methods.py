@@ -12,12 +12,12 @@ import yaml
 from torch import Tensor
 
 from resources.bench import Bench
-from sandhi_core.architectures import ORDER
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.architectures import ORDER
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.records import Group, Groups
 from tests.models import edit_tensors, fine_tune, tiny_llama
 from tests.pipelines.conftest import Line, PoolWriter, built, sandhi

@@ -7,7 +7,7 @@ import pytest
 
 from assets.sharing_proof import proving
 from assets.verdicts import measured_as_deployed
-from sandhi_core.pool import Adapters, DeploySettings, Engine, Pool
+from sandhi_core.pools.pool import Adapters, DeploySettings, Engine, Pool
 from sandhi_core.serving.engines import PYTHON
 from tests.deploy import pools
 

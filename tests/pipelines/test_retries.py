@@ -17,7 +17,7 @@ from pipelines.instance import opened_instance
 from pipelines.progress import Progress
 from pipelines.settings import Settings
 from sandhi_core.catalogue import load_catalogue
-from sandhi_core.preflight import check_model
+from sandhi_core.preflight.checks import check_model
 from tests.pipelines.conftest import PoolWriter
 
 CHECKED = "assets.checkpoint.check_model"

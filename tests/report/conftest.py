@@ -11,7 +11,7 @@ from sandhi_core.cutoffs import cutoff_set
 from sandhi_core.holdout import deployed_holdouts
 from sandhi_core.layout import make_manifest
 from sandhi_core.operating_points import operating_points
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
     Component,
     Contributor,

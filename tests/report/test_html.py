@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandhi_core.pool import TaskBudget
+from sandhi_core.pools.pool import TaskBudget
 from sandhi_core.report import ReportData, style, write_report
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from sandhi_core.adapters import stock_plan
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.layout import DEPLOYMENT
-from sandhi_core.pool import Adapters
+from sandhi_core.pools.pool import Adapters
 from sandhi_core.records import ExportedModel
 from sandhi_core.report import ReportData, page, write_report
 from sandhi_core.words import size

@@ -8,7 +8,7 @@ from resources.bench import Bench
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.errors import StoreError
 from sandhi_core.graph import Catalogue
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from tests.synthetic import holdout, points_at
 
 

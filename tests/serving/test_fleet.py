@@ -23,7 +23,7 @@ from sandhi_core.__main__ import main
 from sandhi_core.deploy.spec import DeploymentSpec, write_deployment
 from sandhi_core.errors import PreflightError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT, read_manifest
-from sandhi_core.pool import DeploySettings
+from sandhi_core.pools.pool import DeploySettings
 from sandhi_core.serving import gpu
 from sandhi_core.serving.fleet import _owners
 from sandhi_core.serving.members import members, needed, opened

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sandhi_core.pool import DeploySettings
+from sandhi_core.pools.pool import DeploySettings
 from sandhi_core.serving.completions import complete, fetch
 from sandhi_core.serving.load import load
 from tests.conftest import CHECKOUT

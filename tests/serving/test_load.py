@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sandhi_core.checkpoints.survey import survey
+from sandhi_core.checkpoints.survey_files import ADJUSTED_INDEX, INDEX, PICKLES
 from sandhi_core.claims import claims_of
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError
@@ -16,8 +18,6 @@ from sandhi_core.evaluation.resident import Resident
 from sandhi_core.rungs.residual import factors
 from sandhi_core.serving.census import unmapped_bytes
 from sandhi_core.serving.load import index_of, load, module_of
-from sandhi_core.survey import survey
-from sandhi_core.survey_files import ADJUSTED_INDEX, INDEX, PICKLES
 from tests.evaluation.local_tasks import settings
 from tests.exported import EMBED, GATE, MODELS, RANKS, UP, VECTORS, Case, make_case, make_models, stock
 from tests.models import tiny_llama

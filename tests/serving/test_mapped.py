@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from sandhi_core.assignment import factor_names
-from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import map_file, raw_bytes, write_safetensors
 from sandhi_core.errors import CheckpointError, ProofError
 from sandhi_core.layout import MANIFEST
 from sandhi_core.rungs.residual import Residual
-from sandhi_core.safetensors_file import map_file, raw_bytes, write_safetensors
 from sandhi_core.serving.mapped import MappedModel, aliases
 from tests.aliased import BARE, HEAD, make_aliased
 from tests.exported import DOWN, EMBED, GATE, MODELS, NORM, RANKS, UP, VECTORS, Case, make_case, make_models

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sandhi_core.checkpoints.safetensors_file import PAGE, map_file
 from sandhi_core.errors import CheckpointError, ProofError, ServingError, UsageError
 from sandhi_core.memory import weights_in
 from sandhi_core.records import ProcessMemory
-from sandhi_core.safetensors_file import PAGE, map_file
 from sandhi_core.serving import engines
 from sandhi_core.serving import measure as measuring
 from sandhi_core.serving.completions import complete

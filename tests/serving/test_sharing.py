@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sandhi_core.checkpoint import Checkpoint
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.checkpoints.safetensors_file import read_header
 from sandhi_core.errors import ProofError
-from sandhi_core.safetensors_file import read_header
 from sandhi_core.serving.census import unmapped_bytes
 from sandhi_core.serving.load import load
 from sandhi_core.serving.mapped import MappedModel

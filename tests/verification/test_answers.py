@@ -17,12 +17,12 @@ import yaml
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import factors_among
+from sandhi_core.checkpoints.safetensors_file import PAGE
 from sandhi_core.errors import ProofError, ServingError, UsageError
 from sandhi_core.layout import read_manifest
-from sandhi_core.pool import load_pool
+from sandhi_core.pools.pool import load_pool
 from sandhi_core.records import Manifest, SharingProof
 from sandhi_core.rungs.allotment import PRICES
-from sandhi_core.safetensors_file import PAGE
 from sandhi_core.serving import measure as measuring
 from sandhi_core.serving.completions import Completion, fetch
 from sandhi_core.serving.keeper import descendants

@@ -18,9 +18,9 @@ from threading import Event, Thread, current_thread
 
 from torch import Tensor
 
-from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import DTYPES
 from sandhi_core.errors import ProofError, ServingError
-from sandhi_core.safetensors_file import DTYPES
 from sandhi_core.serving.cuda import memory, protocol
 from sandhi_core.serving.cuda.driver import READ, Driver
 from sandhi_core.serving.cuda.protocol import Ask, Given, Lent

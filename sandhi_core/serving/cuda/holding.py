@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from sandhi_core.checkpoint import tensor_digest
+from sandhi_core.checkpoints.checkpoint import tensor_digest
+from sandhi_core.checkpoints.safetensors_file import raw_bytes
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import ProofError, ServingError
 from sandhi_core.layout import read_manifest
-from sandhi_core.safetensors_file import raw_bytes
 from sandhi_core.serving.cuda.driver import READ_WRITE
 from sandhi_core.serving.cuda.memory import Device, Mapping, Memory
 from sandhi_core.serving.cuda.plan import Piece, Plan, plan

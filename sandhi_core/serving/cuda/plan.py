@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from sandhi_core.checkpoints.safetensors_file import DTYPES
 from sandhi_core.records import ExportedTensor
-from sandhi_core.safetensors_file import DTYPES
 from sandhi_core.serving.slices import Slice, Slices
 
 ALIGNMENT = 256

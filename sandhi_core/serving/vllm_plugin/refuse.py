@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from sandhi_core.architecture import problems_of
 from sandhi_core.assignment import factors_among
+from sandhi_core.checkpoints.architecture import problems_of
+from sandhi_core.checkpoints.survey_files import HeaderEntry
 from sandhi_core.deploy.vllm import DTYPES, NAME, heads_beyond_cpu
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import PreflightError, Problem, SandhiError, UsageError
@@ -16,7 +17,6 @@ from sandhi_core.records import ExportedTensor
 from sandhi_core.serving.gpu import RANK
 from sandhi_core.serving.mapped import Digests
 from sandhi_core.serving.slices import Slices
-from sandhi_core.survey_files import HeaderEntry
 
 _ELSEWHERE = (
     "give the model `engine: transformers` in the pool file and build again, serve it with --engine transformers, or "

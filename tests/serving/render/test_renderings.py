@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandhi_core.errors import StoreError, UsageError
-from sandhi_core.pool import DeploySettings
+from sandhi_core.pools.pool import DeploySettings
 from sandhi_core.serving.members import Deployed, Member, members, opened
 from sandhi_core.serving.render.containers import RUNTIME_BYTES, Target, memory_bytes
 from sandhi_core.serving.render.litellm import proxy_config

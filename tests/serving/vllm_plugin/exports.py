@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from sandhi_core.checkpoint import Checkpoint
-from sandhi_core.pool import ModelEntry, Pool, TaskBudget
+from sandhi_core.checkpoints.checkpoint import Checkpoint
+from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import Adjustment
 from sandhi_core.store import Store
 from tests.exported import Case, fingerprint_of, make_residual, own_tensor

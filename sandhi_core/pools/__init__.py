@@ -1,0 +1,1 @@
+"""The pool file: read as strict YAML, validated, its mistakes told in words for whoever wrote it."""

@@ -1,0 +1,1 @@
+"""Everything that must hold before an hour of a GPU is spent on a pool."""
