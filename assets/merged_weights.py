@@ -11,7 +11,7 @@ from sandhi_core.export import export_pool
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import OperatingPoints, Plan, Trajectory
 from sandhi_core.report import page, pictures
-from sandhi_core.report.data import slot_states
+from sandhi_core.report.data import shared_holdings, slot_states
 
 
 def run(job: Job) -> Outcome:
@@ -34,12 +34,14 @@ def run(job: Job) -> Outcome:
     )
     export = bench.artifacts.root / record.export
     plans, alignment = bench.of_pool(Plan, "plan", job.key), bench.catalogue.pools[job.key].deploy.alignment_bytes
-    states = slot_states(bench.fingerprints(job.key), plans, trajectories, deployed, alignment)
+    fingerprints = bench.fingerprints(job.key)
+    states = slot_states(fingerprints, plans, trajectories, deployed, alignment)
+    held = shared_holdings(fingerprints, trajectories, deployed, alignment)
     shared = {(s.slot.tensor, s.digest) for slots in states.values() for s in slots if s.state == "shared"}
     stock = {f"stock {name}": value for name, value in summary(read_manifest(export).stock).items()}
     metadata = {
         **({"who shares what": picture(pictures.sharing(states))} if any(states.values()) else {}),
-        "tensors of several models": table(page.shared_table(states)),
+        "tensors of several models": table(page.shared_table(held, fingerprints.values())),
         "export": dg.MetadataValue.path(str(export)),
         "manifest": record.manifest,
         "merged matrices": len(shared),

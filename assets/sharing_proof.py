@@ -45,8 +45,6 @@ def run(job: Job) -> Outcome:
     assignments = {m: assignment_at(trajectories[m], steps) for m, steps in deployed.cutoffs.items()}
     merged = bench.artifacts.load(MergedWeights, "merged_weights", job.key)
     engines, python = proving(pool)
-    # What was deployed before must not outlive a proof that fails now.
-    (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
     record = prove(
         merged,
         bench.artifacts.root,
@@ -58,6 +56,10 @@ def run(job: Job) -> Outcome:
         answers,
         partial(compare, engine=engines, python=python),
     )
+    if (
+        not record.passed
+    ):  # what was deployed from these files must not outlive it; a proof under way takes nothing away
+        (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
     holdouts = bench.deployed_holdouts(job.key)
     least = least_in_memory(record.claimed, read_manifest(bench.artifacts.root / merged.export))
     found = verdicts(pool, record, least, holdouts, engines)

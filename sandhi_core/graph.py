@@ -41,8 +41,8 @@ STAGES: dict[str, Stage] = {
     # model that merely joins leaves the others' nodes as they were.
     "trajectory": Stage("member", 3, ("checkpoint", "plan")),
     "cutoffs": Stage("member", 2, ("plan", "trajectory")),
-    "holdout": Stage("member", 2, ("checkpoint", "trajectory", "cutoffs")),
-    "operating_points": Stage("pool", 2, ("checkpoint", "trajectory", "cutoffs", "holdout")),
+    "holdout": Stage("member", 3, ("checkpoint", "trajectory", "cutoffs")),
+    "operating_points": Stage("pool", 3, ("checkpoint", "trajectory", "cutoffs", "holdout")),
     "merged_weights": Stage("pool", 3, ("checkpoint", "plan", "trajectory", "holdout"), ("operating_points",)),
     "sharing_proof": Stage("pool", 2, ("checkpoint", "trajectory", "holdout"), ("operating_points", "merged_weights")),
     "deployment": Stage("pool", 3, ("checkpoint", "holdout"), ("operating_points", "merged_weights", "sharing_proof")),

@@ -106,11 +106,6 @@ def index_name(model: ExportedModel) -> str:
     return ADJUSTED_INDEX if factors_among(model.tensors) else INDEX
 
 
-def private_name(model: ExportedModel) -> str:
-    """What the file of the tensors that a model alone holds is called."""
-    return PRIVATE + SUFFIXES[index_name(model)]
-
-
 def main_dtype(model: ExportedModel) -> str:
     """The dtype that most bytes of its checkpoint have, as a fingerprint names it."""
     nbytes: Counter[str] = Counter()

@@ -144,15 +144,16 @@ def operating_points(
         deployed=members.point(
             "deployed",
             "cutoffs that held on the holdout, none bolder than saves bytes",
-            members.deployed(holdouts, _kept(earlier, looks)),
+            members.deployed(holdouts, _kept(earlier, looks, pool.deploy.alignment_bytes)),
         ),
         holdouts=looks,
+        alignment=pool.deploy.alignment_bytes,
     )
 
 
-def _kept(earlier: OperatingPoints | None, looks: Mapping[str, str]) -> Mapping[str, int]:
+def _kept(earlier: OperatingPoints | None, looks: Mapping[str, str], alignment: int) -> Mapping[str, int]:
     """The cutoffs that stay deployed: all of `earlier`, if models have joined since and nothing else has changed."""
-    if earlier is None or not earlier.holdouts.items() <= looks.items():
+    if earlier is None or earlier.alignment != alignment or not earlier.holdouts.items() <= looks.items():
         return {}
     return {model: earlier.deployed.cutoffs[model] for model in earlier.holdouts}
 

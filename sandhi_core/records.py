@@ -451,6 +451,7 @@ class OperatingPoints(Record):
     frontier: tuple[str, ...]  # names of points on the Pareto frontier of savings against worst drop
     deployed: OperatingPoint  # cutoffs that held on the holdout, none bolder than it is worth
     holdouts: dict[str, str] = {}  # by model the digest of what held when its deployed cutoff was chosen
+    alignment: int  # of shared files, in bytes, by which savings were counted
 
 
 # --- export, proof, deployment ------------------------------------------------------------------------------

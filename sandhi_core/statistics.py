@@ -30,8 +30,8 @@ def paired_interval(original: Sequence[float], merged: Sequence[float], higher_i
     """95 % interval and one-sided 95 % lower bound of the mean paired difference.
 
     `original` and `merged` hold one value a question, in the same order. Right-or-wrong answers (all 0 or 1)
-    get Tango's score interval, everything else the paired t interval. Neither has zero width merely because
-    no pair differs: unseen questions may.
+    get Tango's score interval, everything else the paired t interval, corrected for skewness and never narrower than
+    Tango's where no pair differs: a few questions say little of losses that are rare and large.
 
     Raises EvaluationError where there are fewer than two questions, different numbers, or values not finite.
     """
@@ -45,7 +45,12 @@ def paired_interval(original: Sequence[float], merged: Sequence[float], higher_i
         better, worse = (after, before) if higher_is_better else (before, after)
         gained, lost = int(np.sum(better > worse)), int(np.sum(better < worse))
         return _tango(gained, lost, before.size)
-    return _paired_t(after - before if higher_is_better else before - after, float(np.ptp([before, after])))
+    spread = 1.0 if _in_unit(before) and _in_unit(after) else float(np.ptp([before, after]))
+    return _paired_t(after - before if higher_is_better else before - after, spread)
+
+
+def _in_unit(values: npt.NDArray[np.float64]) -> bool:
+    return bool(((values >= 0.0) & (values <= 1.0)).all())
 
 
 def is_mean(value: float, questions: Sequence[float]) -> bool:
@@ -112,12 +117,17 @@ def tango_limit(gained: int, lost: int, n: int, z: float) -> float:
 
 
 def _paired_t(differences: npt.NDArray[np.float64], spread: float) -> Paired:
-    """Student's paired t interval. Where all differences are equal it would have no width and say nothing of
-    unseen questions; then Tango's limits for no discordant pair stand in, scaled to the values' range."""
+    """Student's paired t interval, each limit moved out by as much as skewness asks for (Johnson 1978, Journal of the
+    American Statistical Association 73:536-544), and at least as wide as Tango's for no discordant pair, scaled to the
+    values' range `spread`: differences that happen to be equal, or nearly so, would say that no other question
+    differs."""
     n = differences.size
     mean, error = float(differences.mean()), float(stats.sem(differences))
-    if error == 0.0:
-        two, one = (-spread * tango_limit(0, 0, n, float(stats.norm.ppf(q))) for q in (TWO_SIDED, ONE_SIDED))
-    else:
-        two, one = (error * float(stats.t.ppf(q, n - 1)) for q in (TWO_SIDED, ONE_SIDED))
-    return Paired(mean, mean - two, mean + two, mean - one)
+    third = float(((differences - mean) ** 3).mean())
+
+    def out(quantile: float, skewed: float) -> float:
+        t = float(stats.t.ppf(quantile, n - 1))
+        skew = max(0.0, skewed) * (1.0 + 2.0 * t * t) / (6.0 * n * n * error * error) if error else 0.0
+        return max(error * t + skew, -spread * tango_limit(0, 0, n, float(stats.norm.ppf(quantile))))
+
+    return Paired(mean, mean - out(TWO_SIDED, -third), mean + out(TWO_SIDED, third), mean - out(ONE_SIDED, -third))

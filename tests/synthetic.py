@@ -152,7 +152,7 @@ def points_at(cutoffs: Mapping[str, int]) -> OperatingPoints:
     none = Savings(checkpoint_bytes=1, resident_bytes=1, duplicates=0, freed=0, overhead=0)
     drops = dict.fromkeys(cutoffs, 0.0)
     deployed = OperatingPoint(name="deployed", criterion="", cutoffs=dict(cutoffs), drops=drops, savings=none)
-    return OperatingPoints(pool="pool", points=(), frontier=(), deployed=deployed)
+    return OperatingPoints(pool="pool", points=(), frontier=(), deployed=deployed, alignment=4096)
 
 
 def evaluation(scores: Mapping[str, float], higher_is_better: bool = True, questions: int = 100) -> Evaluation:

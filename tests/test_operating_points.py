@@ -163,6 +163,7 @@ def test_who_joins_moves_nobody() -> None:
     assert built("abc").deployed.cutoffs == {"a": 4, "b": 3, "c": 4}
     assert built("abc", pair, b=holdout("b", [1])).deployed.cutoffs == {"a": 4, "b": 1, "c": 4}  # b has changed
     assert built("ac", joined) == built("ac")  # b is gone
+    assert built("abc", joined.model_copy(update={"alignment": 2 << 20})) == built("abc")  # files had another alignment
 
 
 @st.composite

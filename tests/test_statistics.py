@@ -95,8 +95,8 @@ def test_right_or_wrong_answers_never_give_certainty(pairs: list[tuple[float, fl
     assert -1.0 <= interval.low <= interval.high <= 1.0
 
 
-def test_values_that_are_not_binary_get_scipys_paired_t() -> None:
-    original, merged = [0.2, 0.5, 0.7, 0.1, 0.9], [0.1, 0.6, 0.5, 0.1, 0.7]
+def test_values_that_are_not_binary_and_not_skewed_get_scipys_paired_t() -> None:
+    original, merged = [0.2, 0.5, 0.7, 0.1, 0.9] * 40, [0.1, 0.9, 0.8, 0.1, 0.5] * 40
     interval = paired_interval(original, merged, True)
     expected = stats.ttest_rel(merged, original).confidence_interval(0.95)
     assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high))
@@ -106,8 +106,20 @@ def test_values_that_are_not_binary_get_scipys_paired_t() -> None:
 
 def test_values_that_do_not_change_keep_some_doubt() -> None:
     interval = paired_interval([0.25, 0.5, 0.75] * 10, [0.25, 0.5, 0.75] * 10, True)
-    width = 0.5 * Z95**2 / (30 + Z95**2)  # no discordant pair among 30, over values that span one half
+    width = Z95**2 / (30 + Z95**2)  # no discordant pair among 30, over values from nought to one
     assert (interval.difference, interval.low, interval.high) == pytest.approx((0.0, -width, width), rel=1e-6)
+
+
+def test_a_tiny_change_for_the_worse_takes_no_doubt_away() -> None:
+    values = [0.25, 0.5, 0.75] * 10
+    same, worse = (paired_interval(values, [*values[:-1], 0.75 - change], True) for change in (0.0, 1e-6))
+    assert worse.bound < same.bound and worse.low < same.low
+
+
+def test_doubt_of_values_that_are_no_shares_scales_with_their_range() -> None:
+    values = [-10.0, -5.0, 0.0] * 10
+    interval = paired_interval(values, values, True)
+    assert interval.high == pytest.approx(10.0 * Z95**2 / (30 + Z95**2), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +142,20 @@ def binary(gained: float, lost: float) -> Sample:
 
 def graded(rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
     original = rng.beta(2, 2, n)
-    return np.stack([original, original - 0.03 + 0.2 * rng.standard_normal(n)], axis=1)
+    return np.stack([original, original - 0.03 + 0.5 * rng.standard_normal(n)], axis=1)
+
+
+def rarely_lost(rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
+    """Graded answers that stay to the last digit, but for three in a hundred that are lost altogether."""
+    original = rng.uniform(0.6, 1.0, n)
+    return np.stack([original, original * (rng.random(n) >= 0.03)], axis=1)
+
+
+@pytest.mark.parametrize("n", [60, 100, 300, 1000])
+def test_rare_large_losses_of_graded_answers_are_not_certified_away(n: int) -> None:
+    rng, runs = np.random.default_rng(7), 600
+    bounds = [paired_interval(*rarely_lost(rng, n).T.tolist(), True).bound for _ in range(runs)]
+    assert sum(bound <= -0.024 for bound in bounds) / runs >= 0.923
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sandhi_core.records import (
     Slot,
     Trajectory,
 )
-from sandhi_core.savings import PAGE_ALIGNED, holdings
+from sandhi_core.savings import PAGE_ALIGNED, Holding, holdings
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def slot_states(
 ) -> dict[str, tuple[SlotState, ...]]:
     """What became of every slot at `point`, in files of this `alignment` in bytes; by model name, in the order of the
     fingerprint's slots."""
-    assigned = {m: assignment_at(t, point.cutoffs[m]) for m, t in trajectories.items() if m in point.cutoffs}
+    assigned = _assigned(trajectories, point)
     held = {(h.name, h.digest): h for h in holdings(assigned, fingerprints, alignment)}
 
     def state_of(slot: Slot, own: Assignment, planned: set[str]) -> SlotState:
@@ -113,6 +113,20 @@ def slot_states(
         name: tuple(state_of(s, assigned.get(name, Assignment()), _planned(plans.get(name))) for s in fingerprint.slots)
         for name, fingerprint in fingerprints.items()
     }
+
+
+def shared_holdings(
+    fingerprints: Mapping[str, Fingerprint],
+    trajectories: Mapping[str, Trajectory],
+    point: OperatingPoint,
+    alignment: int = PAGE_ALIGNED,
+) -> tuple[Holding, ...]:
+    """Every tensor that several models hold at `point`, projections and all others, in files of this `alignment`."""
+    return tuple(h for h in holdings(_assigned(trajectories, point), fingerprints, alignment) if h.shared)
+
+
+def _assigned(trajectories: Mapping[str, Trajectory], point: OperatingPoint) -> dict[str, Assignment]:
+    return {m: assignment_at(t, point.cutoffs[m]) for m, t in trajectories.items() if m in point.cutoffs}
 
 
 def _planned(plan: Plan | None) -> set[str]:

@@ -1,7 +1,6 @@
 """The report: one HTML file that needs nothing else, with pictures (PNG) and tables (Parquet) beside it."""
 
 import hashlib
-import importlib.resources
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -9,16 +8,19 @@ from typing import Any
 
 import jinja2
 import matplotlib as mpl
+import polars as pl
 from markupsafe import Markup
 from pydantic import BaseModel
 
+import sandhi_core
 from sandhi_core.files import write_atomic
 from sandhi_core.records import digest_of
 from sandhi_core.report import notes, page, pictures, style, tables
-from sandhi_core.report.data import ReportData, SlotState, slot_states
+from sandhi_core.report.data import ReportData, SlotState, shared_holdings, slot_states
 from sandhi_core.report.outdated import outdated
 from sandhi_core.report.pictures import OF_ONE_MODEL, Picture
 from sandhi_core.report.ranks import ranks_tables
+from sandhi_core.savings import Holding
 
 PAGE = "report.html"
 
@@ -51,17 +53,18 @@ def write_report(directory: Path, data: ReportData) -> Path:
 
 
 def _made_from(data: ReportData) -> str:
-    """Digest of everything that decides the report's bytes: records, this package, and what draws for it."""
+    """Digest of everything that decides the report's bytes: records, all of this package's code, and what draws."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, BaseModel):
             return value.model_dump(mode="json")
         return {k: plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
-    sources = importlib.resources.files(__package__).iterdir()
-    code = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sources if f.is_file()}
+    package = Path(sandhi_core.__file__).parent
+    sources = (f for f in package.rglob("*") if f.is_file() and f.suffix != ".pyc")
+    code = {str(f.relative_to(package)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sources}
     records = {f.name: plain(getattr(data, f.name)) for f in fields(data)}
-    return digest_of([records, code, mpl.__version__, jinja2.__version__])
+    return digest_of([records, code, mpl.__version__, jinja2.__version__, pl.__version__])
 
 
 def _queryable(data: ReportData) -> dict[str, Any]:
@@ -78,6 +81,13 @@ def _states(data: ReportData) -> dict[str, tuple[SlotState, ...]]:
         return {}
     alignment = data.pool.deploy.alignment_bytes
     return slot_states(data.fingerprints, data.plans, data.trajectories, data.points.deployed, alignment)
+
+
+def _shared(data: ReportData) -> tuple[Holding, ...] | None:
+    if data.points is None:
+        return None
+    alignment = data.pool.deploy.alignment_bytes
+    return shared_holdings(data.fingerprints, data.trajectories, data.points.deployed, alignment)
 
 
 # --- pictures -----------------------------------------------------------------------------------------------
@@ -127,7 +137,7 @@ def _render(
         bytes=page.bytes_table(data),
         points=page.points_table(data),
         steps=page.trajectories_table(data),
-        shared=page.shared_table(states),
+        shared=page.shared_table(_shared(data), data.fingerprints.values()),
         ranks=ranks_tables(states),
         ranks_note=notes.RANKS,
         excluded=page.excluded_table(data),

@@ -1,14 +1,15 @@
 """The rows of a report's tables and its first sentences: records turned into words, before any markup."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sandhi_core.adapters import summary as stock_summary
-from sandhi_core.records import Groups, HoldoutTask, OperatingPoint, Trajectory
+from sandhi_core.records import Fingerprint, Groups, HoldoutTask, OperatingPoint, Trajectory
 from sandhi_core.report import notes
-from sandhi_core.report.data import ReportData, SlotState
+from sandhi_core.report.data import ReportData
+from sandhi_core.savings import Holding
 from sandhi_core.words import NOT_MEASURED, count, number, percent, signed, size, yes
 
 Tone = Literal["good", "bad", "open", "plain"]
@@ -270,25 +271,27 @@ def _walked(walk: Trajectory) -> tuple[str, str, str, str]:
     return str(len(walk.steps)), str(accepted), str(len(walk.steps) - accepted), str(walk.evaluations)
 
 
-def shared_table(states: dict[str, tuple[SlotState, ...]]) -> Table:
-    """Who holds the same tensors: layer and component by set of models."""
-    slots_of_all = [s for slots in states.values() for s in slots]
-    every = {(s.slot.tensor, s.digest): s for s in slots_of_all if s.state in ("shared", "duplicate")}
-    found: dict[tuple[int, str, tuple[str, ...], str], list[SlotState]] = {}
-    for state in every.values():
-        found.setdefault((state.slot.layer, state.slot.component, state.holders, state.state), []).append(state)
+def shared_table(shared: Sequence[Holding] | None, fingerprints: Iterable[Fingerprint]) -> Table:
+    """Who holds the same tensors (report.data.shared_holdings; None before they are known): layer and component by set
+    of models."""
+    slots = {slot.tensor: slot for fingerprint in fingerprints for slot in fingerprint.slots}
+    found: dict[tuple[str, int, tuple[str, ...], bool], list[Holding]] = {}
+    for holding in shared or ():
+        slot = slots.get(holding.name)
+        what, layer = (slot.component, slot.layer) if slot else ("vector" if holding.vector else "vocabulary", -1)
+        found.setdefault((what, layer, holding.models, bool(holding.merged)), []).append(holding)
     rows = [
         row(
-            f"{layer} {component}",
-            ", ".join(s.slot.projection for s in slots),
-            ", ".join(holders),
-            "merged" if kind == "shared" else "identical",
-            size(sum(s.slot.nbytes for s in slots) * (len(holders) - 1)),
+            what if layer < 0 else f"{layer} {what}",
+            ", ".join(slots[h.name].projection if h.name in slots else h.name for h in held),
+            ", ".join(models),
+            "merged" if merged else "identical",
+            size(sum(h.freed for h in held)),
         )
-        for (layer, component, holders, kind), slots in sorted(found.items(), key=lambda item: item[0])
+        for (what, layer, models, merged), held in sorted(found.items(), key=lambda item: (item[0][1], item[0]))
     ]
-    columns = ("layer", "projections", "models", "how", "frees")
-    return Table("Tensors that several models hold", columns, tuple(rows), _empty(bool(states)))
+    columns = ("where", "tensors", "models", "how", "frees")
+    return Table("Tensors that several models hold", columns, tuple(rows), _empty(shared is not None))
 
 
 def excluded_table(data: ReportData) -> Table:

@@ -155,7 +155,7 @@ DEPLOYED = OperatingPoint(
     drops=dict.fromkeys("abc", 0.01),
     savings=SAVINGS,
 )
-POINTS = OperatingPoints(pool="p", points=(), frontier=(), deployed=DEPLOYED)
+POINTS = OperatingPoints(pool="p", points=(), frontier=(), deployed=DEPLOYED, alignment=4096)
 
 
 def arguments(**changes: Any) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from pipelines.jobs import runs
 from pipelines.progress import Progress
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.errors import StoreError
 from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
+from sandhi_core.records import SharingProof
 from tests.evaluation.local_tasks import choice_task, generation_task
 from tests.models import edit_tensors
 from tests.pipelines.conftest import PoolWriter, built, sandhi
@@ -138,7 +140,6 @@ def test_deployment_is_refused_where_the_proof_fails(
     export = Path(document["pools"]["tiny"]["export"])
     (root / "records" / "sharing_proof" / "tiny.json").unlink()
     (root / "records" / "deployment" / "tiny.json").unlink()
-    (export / "deployment.json").unlink()
     shard = export / "a" / "private.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -166,6 +167,25 @@ def test_deployment_is_refused_where_the_proof_fails(
         )
     assert not result.success
     assert not (export / "deployment.json").exists()
+
+
+def test_a_proof_that_is_stopped_takes_no_deployment_away(
+    tiny_pool: PoolWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, root = tiny_pool(["a", "b"]), tmp_path / "root"
+    deployment = Path(built(pool, root)["pools"]["tiny"]["deployment"])
+    before = deployment.read_bytes()
+    (root / "records" / "sharing_proof" / "tiny.json").unlink()
+
+    def refuse(*_: object) -> SharingProof:
+        raise StoreError("the storage went away", remedy="mount it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("assets.sharing_proof.prove", refuse)
+        status, _, err = sandhi("build", pool, "--root", root)
+    assert status == 1 and "the storage went away" in err and f"stays deployed as {deployment}" in err
+    assert deployment.read_bytes() == before
+    assert Path(built(pool, root)["pools"]["tiny"]["deployment"]) == deployment
 
 
 def test_one_build_of_a_root_at_a_time(tiny_pool: PoolWriter, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from dataclasses import replace
 
-from sandhi_core.report.data import ReportData, SlotState, slot_states
+from sandhi_core.report.data import ReportData, SlotState, shared_holdings, slot_states
+from sandhi_core.report.page import shared_table
+from tests.synthetic import fingerprint, points_at, tensor
 
 
 def states(data: ReportData, **cutoffs: int) -> dict[str, dict[tuple[int, str], SlotState]]:
@@ -50,3 +52,24 @@ def test_every_slot_has_a_state(data: ReportData) -> None:
 def test_a_pool_is_complete_once_every_model_was_held_to_unseen_questions(data: ReportData) -> None:
     assert data.complete
     assert not replace(data, holdouts={m: h for m, h in data.holdouts.items() if m != "roman"}).complete
+
+
+def test_all_that_several_models_hold_is_listed_with_what_it_frees() -> None:
+    """Embeddings are no slots; files that are aligned wider cost what they are filled up with."""
+    shapes = {"model.embed_tokens.weight": (4096, 1024), "model.norm.weight": (3 << 19,)}
+    held = shared_holdings(
+        {
+            model: fingerprint(model, 0).model_copy(
+                update={"tensors": tuple(tensor(n, s, n) for n, s in shapes.items())}
+            )
+            for model in "ab"
+        },
+        {},
+        points_at({}).deployed,
+        2 << 20,
+    )
+    assert [[cell.text for cell in row] for row in shared_table(held, ()).rows] == [
+        ["vector", "model.norm.weight", "a, b", "identical", "1.00 MiB"],
+        ["vocabulary", "model.embed_tokens.weight", "a, b", "identical", "6.00 MiB"],
+    ]
+    assert shared_table(None, ()).empty != shared_table((), ()).empty

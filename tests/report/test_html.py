@@ -140,7 +140,7 @@ def test_the_other_tables_are_there(data: ReportData, page: Page) -> None:
     assert (walks["chemist"]["accepted"], walks["chemist"]["rejected"]) == ("9", "3")
     assert walks["ranker"]["holdout looks"] == str(len(data.holdouts["ranker"].walked))
     shared = page.table("Tensors that several models hold")
-    assert {"layer": "5 attn", "projections": "k", "models": "chemist, converter, inflector, ranker, sorter",
+    assert {"where": "5 attn", "tensors": "k", "models": "chemist, converter, inflector, ranker, sorter",
             "how": "identical", "frees": "64.00 KiB"} in shared  # fmt: skip
     excluded = page.table("Slots in no group")
     assert {"model": "roman", "reason": "no other model's slot agrees", "slots": "28"} in excluded
