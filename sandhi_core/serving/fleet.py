@@ -6,13 +6,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sandhi_core.errors import ServingError, UsageError
-from sandhi_core.memory import Holder, Identity, Span, WeightFiles, accounts, mappings, weight_files
+from sandhi_core.memory import Holder, WeightFiles, accounts, holder, weight_files
 from sandhi_core.serving.gpu import Owner, owners
 from sandhi_core.serving.members import Deployed, Member
 from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host
@@ -154,12 +154,11 @@ class Fleet:
     def _taken(self) -> dict[str, dict[str, int]]:
         """Bytes of the export's weight files that each server's processes have in memory, by member: `rss` counts a
         page once for each process, `pss` once for all of these processes."""
-        files = _all_files(self.deployed)
-        pids = {name: server.pids() for name, server in self.servers.items()}
-        held = [Holder(f"{name} {pid}", 0, _spans(pid, files), files.sizes) for name in pids for pid in pids[name]]
-        names = [name for name in pids for _ in pids[name]]
-        taken = {name: {"rss": 0, "pss": 0} for name in pids}
-        for name, process in zip(names, accounts(held), strict=True):
+        models = self.deployed.manifest.models.values()
+        files = weight_files(*(self.deployed.root / model.directory for model in models))
+        held = [(name, found) for name, server in self.servers.items() for found in _holders(server, files)]
+        taken = {name: {"rss": 0, "pss": 0} for name in self.servers}
+        for (name, _), process in zip(held, accounts([found for _, found in held]), strict=True):
             taken[name]["rss"] += process.rss
             taken[name]["pss"] += process.pss
         return taken
@@ -289,17 +288,7 @@ def _require_models(server: Server, member: Member) -> None:
         )
 
 
-def _all_files(deployed: Deployed) -> WeightFiles:
-    """Weight files of the whole export: a server may map tensors from another model's directory."""
-    found = [weight_files(deployed.root / model.directory) for model in deployed.manifest.models.values()]
-    paths = {path: identity for files in found for path, identity in files.paths.items()}
-    sizes = {identity: size for files in found for identity, size in files.sizes.items()}
-    return WeightFiles(frozenset(sizes), paths, sizes)
-
-
-def _spans(pid: int, files: WeightFiles) -> tuple[tuple[Identity, Span], ...]:
-    try:
-        found = list(mappings(pid))
-    except OSError:  # it has just ended
-        return ()
-    return tuple((identity, span) for span in found if (identity := files.get(span)) is not None)
+def _holders(server: Server, files: WeightFiles) -> Iterator[Holder]:
+    for pid in server.pids():
+        with suppress(OSError):  # it has just ended
+            yield holder(f"{server.name} {pid}", files, pid, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sandhi_core.deploy import vllm
 from sandhi_core.errors import CheckpointError, ServingError
-from sandhi_core.memory import Holder, holder, weights_in
+from sandhi_core.memory import Holder, WeightFiles, holder, weights_in
 from sandhi_core.pools.pool import Engine
 from sandhi_core.serving.census import FOLDER, told
 from sandhi_core.serving.completions import fetch
@@ -43,10 +43,10 @@ class Served:
     pids: tuple[int, ...]
     unmapped: Mapping[int, int]
 
-    def holders(self) -> list[Holder]:
-        """Its processes as they are now. Raises ServingError where one is gone."""
+    def holders(self, files: WeightFiles) -> list[Holder]:
+        """What its processes map of weight files now. Raises ServingError where one is gone."""
         try:
-            return [holder(self.model, self.directory, pid, self.unmapped.get(pid, 0)) for pid in self.pids]
+            return [holder(self.model, files, pid, self.unmapped.get(pid, 0)) for pid in self.pids]
         except OSError as error:
             raise ServingError("a process of its server has ended", model=self.model, remedy=_REMEDY) from error
 

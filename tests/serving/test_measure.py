@@ -15,7 +15,7 @@ import torch
 
 from sandhi_core.checkpoints.safetensors_file import PAGE, map_file
 from sandhi_core.errors import CheckpointError, ProofError, ServingError, UsageError
-from sandhi_core.memory import weights_in
+from sandhi_core.memory import WeightFiles, weight_files, weights_in
 from sandhi_core.records import ProcessMemory
 from sandhi_core.serving import engines
 from sandhi_core.serving import measure as measuring
@@ -87,6 +87,19 @@ def test_members_answer_while_they_are_looked_at(tmp_path: Path) -> None:
     assert weights_in(directory) == {"F32": sum(e.raw.nbytes for e in map_file(directory / WEIGHTS).values())}
 
 
+def test_files_are_looked_up_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, ...]] = []
+
+    def counted(*directories: Path) -> WeightFiles:
+        asked.append(directories)
+        return weight_files(*directories)
+
+    monkeypatch.setattr(measuring, "weight_files", counted)
+    directory = tiny_llama(tmp_path / "m", **SIZE)
+    held = hold({"a": directory, "b": directory})
+    assert asked == [(directory, directory)] and all(holder.rss for holder in held.holders)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
     directory = tiny_llama(tmp_path / "m", max_position_embeddings=16, **SIZE)
     with pytest.raises(ServingError, match=r"model a.*a prompt of 9 tokens leaves no room for 8 of 16"):
@@ -101,9 +114,9 @@ def test_a_server_that_died_meanwhile_saves_nothing(tmp_path: Path) -> None:
         while Path(f"/proc/{second.pids[0]}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not Path(f"/proc/{second.pids[0]}").exists()  # its parent has waited for it
-        assert first.holders()[0].rss > 0
+        assert first.holders(weight_files(directory))[0].rss > 0
         with pytest.raises(ServingError, match=r"model b.*a process of its server has ended"):
-            second.holders()
+            second.holders(weight_files(directory))
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------
