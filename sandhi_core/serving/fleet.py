@@ -227,6 +227,8 @@ def commands(deployed: Deployed, members: Sequence[Member], settings: Settings) 
                 "url": f"{url}:{member.port}/v1",
                 "health": f"{url}:{member.port}/health",
                 "metrics": member.metrics and f"{url}:{member.port}{member.metrics}",
+                "directory": str(deployed.root),
+                "environment": dict(QUIET),
                 "command": list(member.command(deployed.root, python=settings.python, host=settings.host)),
             }
             for member in members

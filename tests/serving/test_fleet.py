@@ -23,9 +23,9 @@ from sandhi_core.__main__ import main
 from sandhi_core.deploy.spec import DeploymentSpec, write_deployment
 from sandhi_core.errors import PreflightError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT, read_manifest
-from sandhi_core.pools.pool import DeploySettings
-from sandhi_core.serving import gpu
-from sandhi_core.serving.fleet import _owners
+from sandhi_core.pools.pool import DeploySettings, Engine
+from sandhi_core.serving import gpu, told
+from sandhi_core.serving.fleet import Settings, _owners, commands
 from sandhi_core.serving.members import members, needed, opened
 from sandhi_core.verification.exports import verify
 from sandhi_core.verification.servers import _engines
@@ -424,6 +424,30 @@ def test_a_dry_run_starts_nothing(export: Path, engine: Path) -> None:
         assert process.wait(60) == 0
     assert all("--enforce-eager" in server["command"] for server in found["servers"]) and found["proxy"]
     assert found["owners"] == []
+    for server in found["servers"]:
+        assert server["directory"] == str(export) and server["environment"]["HF_HUB_OFFLINE"] == "1"
+
+
+NOTED = """#!/bin/sh
+pwd; echo "$HF_HUB_OFFLINE"; echo "$#"; for word; do echo "$word"; done
+"""
+
+
+@pytest.mark.parametrize("by", ["vllm", "transformers"])
+def test_lines_of_a_dry_run_work_in_a_shell_from_anywhere(export: Path, tmp_path: Path, by: Engine) -> None:
+    moved = tmp_path / "moved 'here' $HOME"
+    shutil.copytree(export, moved, copy_function=os.link)
+    python = tmp_path / "a python"
+    python.write_text(NOTED)
+    python.chmod(0o755)
+    deployed = opened(moved)
+    chosen = members(deployed, engine=by, only=["tied"])
+    settings = Settings(python=str(python))
+    comment, line = told.planned(commands(deployed, chosen, settings)).splitlines()
+    assert comment.startswith("# tied: http://127.0.0.1:")
+    said = subprocess.run(["sh", "-c", line], cwd="/", capture_output=True, text=True, check=True).stdout.splitlines()
+    expected = chosen[0].command(moved, python=str(python), host="127.0.0.1")[1:]
+    assert said == [str(moved), "1", str(len(expected)), *expected]
 
 
 # --- what engines compute on --------------------------------------------------------------------------------
