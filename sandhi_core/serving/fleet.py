@@ -15,7 +15,7 @@ from sandhi_core.errors import ServingError, UsageError
 from sandhi_core.memory import Holder, WeightFiles, accounts, holder, weight_files
 from sandhi_core.serving.gpu import Owner, owners
 from sandhi_core.serving.members import Deployed, Member
-from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host
+from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host, stop_all
 from sandhi_core.serving.render.litellm import proxy_config
 
 PROXY = "litellm.proxy.proxy_cli"
@@ -116,10 +116,7 @@ class Fleet:
             server.require_alive()
 
     def stop(self) -> None:
-        for server in self.all():
-            server.ask()
-        for server in self.all():
-            server.stop()
+        stop_all(self.all())
 
     def document(self) -> dict[str, Any]:
         """What `--json` prints once all are ready (docs/cli.md)."""

@@ -3,13 +3,13 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandhi_core.deploy import vllm
-from sandhi_core.errors import CheckpointError, ServingError
+from sandhi_core.errors import CheckpointError, SandhiError, ServingError
 from sandhi_core.memory import Holder, WeightFiles, holder, weights_in
 from sandhi_core.pools.pool import Engine
 from sandhi_core.serving.census import FOLDER, told
@@ -17,7 +17,7 @@ from sandhi_core.serving.completions import fetch
 from sandhi_core.serving.engines import context_of, environment, python_of
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.ports import HOST, reserved
-from sandhi_core.serving.processes import Server
+from sandhi_core.serving.processes import Server, stop_all
 from sandhi_core.serving.slices import matrices
 from sandhi_core.serving.vllm_plugin import refuse
 
@@ -71,22 +71,31 @@ def serving(
     dtypes = {model: _servable(model, directory, plugin) for model, directory in theirs.items()}
     logs = Path(tempfile.mkdtemp(prefix="sandhi-serving-"))
     try:
-        with ExitStack() as running:
+        with reserved(1 + len(theirs)) as (port, *ports), ExitStack() as running:
+            started: list[Server] = []
+            running.callback(stop_all, started)
             deadline = time.monotonic() + timeout
-            served = _transformers(ours, logs, running, deadline) if ours else []
-            served += _vllm(theirs, dtypes, python, logs, running, deadline, plugin) if theirs else []
+            served = _transformers(ours, port, logs, started, deadline) if ours else []
+            served += _vllm(theirs, dtypes, python, ports, logs, started, deadline, plugin) if theirs else []
             yield sorted(served, key=lambda one: list(directories).index(one.model))
-    except ServingError as error:
-        found = error.problem
-        if found.file is not None:
-            raise
-        raise ServingError(found.message, model=found.model, file=str(logs), remedy=found.remedy) from error
     except BaseException as error:
-        if not isinstance(error, Exception) or not any(logs.iterdir()):
+        if isinstance(error, Exception) and any(logs.iterdir()):
+            _name(logs, error)
+        else:
             shutil.rmtree(logs, ignore_errors=True)
         raise
     else:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def _name(logs: Path, error: Exception) -> None:
+    """Say in an error where the logs are, which stay: nothing else does."""
+    if not isinstance(error, SandhiError):
+        error.add_note(f"the servers' logs are in {logs}")
+    elif error.problem.file is None:
+        error.amend(file=str(logs))
+    elif not Path(error.problem.file).is_relative_to(logs):
+        error.amend(remedy=f"{error.problem.remedy}; the servers' logs are in {logs}")
 
 
 def engine_of(engine: Engines, model: str) -> Engine:
@@ -96,14 +105,15 @@ def engine_of(engine: Engines, model: str) -> Engine:
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-def _transformers(directories: Mapping[str, Path], logs: Path, running: ExitStack, deadline: float) -> list[Served]:
-    (port,) = running.enter_context(reserved(1))
+def _transformers(
+    directories: Mapping[str, Path], port: int, logs: Path, started: list[Server], deadline: float
+) -> list[Served]:
     words = [word for model, directory in directories.items() for word in (model, str(directory))]
     command = [python_of("transformers"), "-m", "sandhi_core.serving.hold", str(port), *words]
     names = ", ".join(sorted(directories))
     settings = environment() | {"TMPDIR": str(logs)}
     server = Server.start(names, command, port=port, log=logs / "hold.log", environment=settings, grace=2.0)
-    running.enter_context(server)
+    started.append(server)
     server.wait_ready(max(deadline - time.monotonic(), 0.0))
     said = {found["model"]: found for found in fetch(server.url, names)}
     for model, found in sorted(said.items()):
@@ -127,20 +137,19 @@ def _vllm(
     directories: Mapping[str, Path],
     dtypes: Mapping[str, str],
     python: str,
+    ports: Sequence[int],
     logs: Path,
-    running: ExitStack,
+    started: list[Server],
     deadline: float,
     plugin: bool,
 ) -> list[Served]:
-    ports = running.enter_context(reserved(len(directories)))
-    started = []
+    servers = {}
     for (model, directory), port in zip(directories.items(), ports, strict=True):
-        server = _started(model, directory, dtypes[model], python, port, logs, plugin)
-        running.enter_context(server)
-        started.append((model, directory, server))
-    for _, _, server in started:
+        servers[model] = _started(model, directory, dtypes[model], python, port, logs, plugin)
+        started.append(servers[model])
+    for server in servers.values():
         server.wait_ready(max(deadline - time.monotonic(), 0.0))
-    return [_answering(model, directory, server, logs) for model, directory, server in started]
+    return [_answering(model, directory, servers[model], logs) for model, directory in directories.items()]
 
 
 def _servable(model: str, directory: Path, plugin: bool) -> str:
