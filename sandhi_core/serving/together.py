@@ -1,5 +1,6 @@
 """Every model of a pool on a real server of its own, all at once, ready to be asked and looked at from outside."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -19,7 +20,8 @@ from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.ports import HOST, reserved
 from sandhi_core.serving.processes import Server, stop_all
 from sandhi_core.serving.slices import matrices
-from sandhi_core.serving.vllm_plugin import refuse
+from sandhi_core.serving.vllm_plugin.flags import settings_from_flags
+from sandhi_core.serving.vllm_plugin.refuse import require_servable
 
 TIMEOUT = 900.0  # seconds within which all servers of a pool must be ready
 WORKER = "sandhi_core.serving.vllm_plugin.census.CensusWorker"
@@ -64,7 +66,7 @@ def serving(
     too, but not where it is interrupted.
     """
     ours, theirs = (
-        {model: directory for model, directory in directories.items() if engine_of(engine, model) == one}
+        {model: directory for model, directory in directories.items() if engine_for(engine, model) == one}
         for one in ("transformers", "vllm")
     )
     python = python_of("vllm", python) if theirs else ""
@@ -98,7 +100,7 @@ def _name(logs: Path, error: Exception) -> None:
         error.amend(remedy=f"{error.problem.remedy}; the servers' logs are in {logs}")
 
 
-def engine_of(engine: Engines, model: str) -> Engine:
+def engine_for(engine: Engines, model: str) -> Engine:
     return engine if isinstance(engine, str) else engine[model]
 
 
@@ -162,9 +164,8 @@ def _servable(model: str, directory: Path, plugin: bool) -> str:
     dtype = vllm.served_dtype(model, most)
     if plugin:
         mapped = MappedModel.open(directory)
-        refuse.require_servable(
-            model, mapped.config(), matrices(mapped.tensors, mapped.shared()), refuse.Engine(dtype=dtype)
-        )
+        settings = settings_from_flags(vllm.served([model], dtype, plugin), "cpu", os.environ)
+        require_servable(model, mapped.config(), matrices(mapped.tensors, mapped.shared()), settings)
     return dtype
 
 

@@ -27,6 +27,7 @@ from sandhi_core.pools.pool import DeploySettings, Engine
 from sandhi_core.serving import gpu, told
 from sandhi_core.serving.fleet import Settings, _owners, commands
 from sandhi_core.serving.members import members, needed, opened
+from sandhi_core.serving.together import serving as together
 from sandhi_core.verification.exports import verify
 from sandhi_core.verification.servers import _engines
 from tests.adapted import adapted_case
@@ -525,6 +526,10 @@ def test_engines_compute_where_their_torch_sees_a_gpu(
         (["--tensor_parallel_size=3"], "4 attention heads cannot be divided among 3"),
         (["--pipeline-parallel-size", "2"], "pipeline parallelism is not supported"),
         (["--enable-lora"], "LoRA is not supported"),
+        (["--offload_group_size", "2"], "weight offloading is not supported"),
+        (["--cpu-offload-gb=0.5"], "weight offloading is not supported"),
+        (["--spec-method", "ngram"], "speculative decoding is not supported"),
+        (["--spec-tokens=3"], "speculative decoding is not supported"),
         (["-q", "fp8"], "--quantization is fp8"),
         (["--dtype", "bfloat16"], "the engine computes in bfloat16"),
     ],
@@ -605,6 +610,23 @@ def test_what_is_deployed_on_transformers_is_not_measured_with_vllm(mixed: Path,
 def test_options_of_vllm_that_have_no_value_are_told(export: Path) -> None:
     with pytest.raises(UsageError, match=r"vLLM.s options: .*tensor-parallel-size"):
         members(opened(export), extra=["--tensor-parallel-size", "two"])
+    for given in ("{", "[]"):
+        with pytest.raises(UsageError, match=rf"--model-loader-extra-config: '\{given[0]}.*' is no JSON object"):
+            members(opened(export), extra=["--model-loader-extra-config", given])
+
+
+def test_batch_invariance_is_refused_by_the_environment_that_engines_are_given(
+    export: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert members(opened(export), environment={"VLLM_BATCH_INVARIANT": "0"})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert members(opened(export))  # rendered for elsewhere
+    with serving(engine, export, "--json", "--dry-run") as process:
+        problems = document(process)["problems"]
+        assert process.wait(60) == 1
+    assert {problem["message"] for problem in problems} == {"batch invariance is not supported"}
+    with pytest.raises(PreflightError, match="batch invariance is not supported"):
+        together("vllm", {"tied": export / "tied"}, sys.executable).__enter__()
 
 
 def test_the_engines_python_is_that_of_the_environment(
