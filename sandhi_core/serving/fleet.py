@@ -13,6 +13,7 @@ from typing import Any
 
 from sandhi_core.errors import ServingError, UsageError
 from sandhi_core.memory import Holder, WeightFiles, accounts, holder, weight_files
+from sandhi_core.serving.completions import PATH, fetch
 from sandhi_core.serving.gpu import Owner, owners
 from sandhi_core.serving.members import Deployed, Member
 from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host, stop_all
@@ -80,8 +81,10 @@ class Fleet:
         )
         self.servers[member.name], self.members[member.name] = server, member
         self.seconds[member.name] = server.wait_ready(settings.ready_timeout, self.require_alive)
-        if member.engine == "vllm":  # what transformers lists is the cache of the hub, or an error without a network
+        if member.engine == "vllm":
             _require_models(server, member)
+        else:
+            _require_answer(server, member, settings.ready_timeout)
 
     def start_proxy(self, log: Path) -> None:
         """Start LiteLLM's proxy before the servers. Raises ServingError."""
@@ -285,6 +288,16 @@ def _require_models(server: Server, member: Member) -> None:
             file=str(server.log),
             remedy="see its log; another server may have taken the port",
         )
+
+
+def _require_answer(server: Server, member: Member, timeout: float) -> None:
+    """Raises ServingError unless it answers by its model's name, within `timeout` seconds. What `transformers serve`
+    lists is the cache of the hub, or an error without a network; a request for another model it refuses."""
+    try:
+        fetch(server.url + PATH, member.name, {"model": member.models[0], "prompt": "1", "max_tokens": 1}, timeout)
+    except ServingError as error:
+        error.amend(file=str(server.log))
+        raise
 
 
 def _holders(server: Server, files: WeightFiles) -> Iterator[Holder]:

@@ -346,6 +346,29 @@ def test_a_stranger_on_the_port_is_told(export: Path, engine: Path) -> None:
     assert "does not answer for tied, but for other" in problem["message"]
 
 
+TRANSFORMERS = """#!/bin/sh
+# The stand-in as `transformers serve` is started: -m transformers.cli.transformers serve MODEL
+model=$4; shift 4
+exec {python} -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name "$model" "$@"
+"""
+
+
+@pytest.mark.parametrize("alias", [(), ("--", "--alias", "other")])
+def test_transformers_must_answer_for_its_model(
+    export: Path, engine: Path, tmp_path: Path, alias: tuple[str, ...]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(TRANSFORMERS.format(python=sys.executable))
+    python.chmod(0o755)
+    given = ("--json", "--engine", "transformers", "--python", str(python), "--only", "tied", "--logs", str(tmp_path))
+    with serving(engine, export, *given, *alias) as process:
+        found = document(process)
+    assert found["ok"] == (not alias)
+    for problem in found["problems"]:
+        assert problem["model"] == "tied" and problem["file"] == str(tmp_path / "tied.log")
+        assert "answers 404 to a request" in problem["message"]
+
+
 def test_a_taken_port_is_told_before_anything_starts(export: Path, engine: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
