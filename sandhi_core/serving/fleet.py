@@ -14,7 +14,7 @@ from typing import Any
 from sandhi_core.errors import ServingError, UsageError
 from sandhi_core.memory import Holder, WeightFiles, accounts, holder, weight_files
 from sandhi_core.serving.completions import PATH, fetch
-from sandhi_core.serving.gpu import Owner, owners
+from sandhi_core.serving.gpu import OwnerProcess, owners
 from sandhi_core.serving.members import Deployed, Member
 from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host, stop_all
 from sandhi_core.serving.render.litellm import proxy_config
@@ -52,7 +52,7 @@ class Fleet:
     owners: list[Server] = field(default_factory=list)
     proxy: Server | None = None
 
-    def start_owner(self, owner: Owner, log: Path) -> float:
+    def start_owner(self, owner: OwnerProcess, log: Path) -> float:
         """Start what holds shared tensors on a GPU; returns the seconds until engines can attach. Raises
         ServingError."""
         server = Server.start(
@@ -237,7 +237,7 @@ def commands(deployed: Deployed, members: Sequence[Member], settings: Settings) 
     }
 
 
-def _owners(members: Sequence[Member]) -> list[Owner]:
+def _owners(members: Sequence[Member]) -> list[OwnerProcess]:
     """One for each rank, where a member needs them: all of an export go by the same."""
     needed = {(member.owner, member.ranks) for member in members if member.owner is not None}
     return [owner for path, ranks in sorted(needed) for owner in owners(path, ranks)]
