@@ -185,6 +185,7 @@ def _serve(arguments: argparse.Namespace, answer: Answer) -> int:
         port_base=arguments.port_base,
         device=arguments.device or device_of(python),
         extra=arguments.extra,
+        environment=os.environ,
     )
     settings = fleet.Settings(
         python=python,

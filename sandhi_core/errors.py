@@ -68,6 +68,13 @@ class SandhiError(Exception):
         self.problems = [self.problem]
         super().__init__(self.problem.line())
 
+    def amend(self, **changes: str) -> None:
+        """Say `problem` otherwise, by its fields: for what passes an error on and knows more of where it happened."""
+        amended = self.problem.model_copy(update=changes)
+        self.problems = [amended if one is self.problem else one for one in self.problems]
+        self.problem = amended
+        self.args = (amended.line(),)
+
 
 class UsageError(SandhiError):
     """The command was called wrongly, or the pool file cannot be read as a pool (exit status 2)."""

@@ -56,12 +56,15 @@ class WeightFiles:
         return identity if identity in self.identities else self.paths.get(span.path)
 
 
-def weight_files(directory: Path) -> WeightFiles:
-    """Those in a directory; where it lies in an export also those beside it, in which the same tensors by other names
-    are read."""
+def weight_files(*directories: Path) -> WeightFiles:
+    """Those in directories; where one lies in an export also those beside it, in which the same tensors by other names
+    are read. An export is read once, however many of its directories are given."""
     paths, sizes = {}, {}
-    root, below = (directory.parent, "*/") if (directory.parent / MANIFEST).is_file() else (directory, "")
-    for path in (path for suffix in SUFFIXES.values() for path in root.glob(f"{below}*{suffix}")):
+    places = dict.fromkeys(
+        (directory.parent, "*/") if (directory.parent / MANIFEST).is_file() else (directory, "")
+        for directory in directories
+    )
+    for path in (p for root, below in places for suffix in SUFFIXES.values() for p in root.glob(f"{below}*{suffix}")):
         status = path.stat()
         identity = _identity(status)
         paths[str(path.resolve())] = identity
@@ -130,10 +133,9 @@ class Holder:
         return sum(span.rss for _, span in self.spans)
 
 
-def holder(model: str, directory: Path, pid: int, unmapped: int) -> Holder:
-    """What a process maps of a model's weight files now. Raises OSError where it is gone: one that has ended and was
+def holder(model: str, files: WeightFiles, pid: int, unmapped: int) -> Holder:
+    """What a process maps of weight files now. Raises OSError where it is gone: one that has ended and was
     not waited for still has its file in /proc, an empty one, and would look as if it held nothing."""
-    files = weight_files(directory)
     found = list(mappings(pid))
     if not found:
         raise ProcessLookupError(errno.ESRCH, "has ended", f"/proc/{pid}/smaps")

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandhi_core.checkpoints.safetensors_file import PAGE, map_file
+from sandhi_core.checkpoints.survey_files import SUFFIXES
+from sandhi_core.layout import MANIFEST
 from sandhi_core.memory import Holder, Span, accounts, mappings, shared_bytes, weight_files
 from sandhi_core.memory import holder as held_by
 from sandhi_core.records import ProcessMemory
@@ -130,7 +132,7 @@ def test_a_process_that_ended_and_was_not_waited_for_holds_nothing_and_is_no_hol
     try:
         assert list(mappings(pid)) == []  # and no error
         with pytest.raises(ProcessLookupError, match="has ended"):
-            held_by("m", directory, pid, 0)
+            held_by("m", weight_files(directory), pid, 0)
     finally:
         os.waitpid(pid, 0)
 
@@ -142,3 +144,25 @@ def test_weight_files_are_those_of_either_kind_of_model(tmp_path: Path) -> None:
     files = weight_files(tmp_path)
     assert set(files.paths) == {str(tmp_path / name) for name in names}
     assert sorted(files.sizes.values()) == [1, 2]
+
+
+def test_an_export_is_read_once_for_all_of_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / MANIFEST).touch()
+    directories = [tmp_path / name for name in "abc"]
+    for number, directory in enumerate(directories, 1):
+        directory.mkdir()
+        (directory / WEIGHTS).write_bytes(bytes(number))
+    alone = weight_files(directories[0])
+    read: list[str] = []
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: (read.append(pattern), glob(self, pattern))[1])
+    assert weight_files(*directories) == alone and sorted(alone.sizes.values()) == [1, 2, 3]
+    assert len(read) == len(set(read)) == len(SUFFIXES)
+
+
+def test_directories_that_are_no_export_have_files_of_their_own(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / WEIGHTS).write_bytes(name.encode())
+    files = weight_files(tmp_path / "a", tmp_path / "b")
+    assert set(files.paths) == {str(tmp_path / name / WEIGHTS) for name in "ab"}

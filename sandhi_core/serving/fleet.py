@@ -6,16 +6,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sandhi_core.errors import ServingError, UsageError
-from sandhi_core.memory import Holder, Identity, Span, WeightFiles, accounts, mappings, weight_files
-from sandhi_core.serving.gpu import Owner, owners
+from sandhi_core.memory import Holder, WeightFiles, accounts, holder, weight_files
+from sandhi_core.serving.completions import PATH, fetch
+from sandhi_core.serving.gpu import OwnerProcess, owners
 from sandhi_core.serving.members import Deployed, Member
-from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host
+from sandhi_core.serving.processes import GRACE, QUIET, Server, require_free, shown_host, stop_all
 from sandhi_core.serving.render.litellm import proxy_config
 
 PROXY = "litellm.proxy.proxy_cli"
@@ -51,7 +52,7 @@ class Fleet:
     owners: list[Server] = field(default_factory=list)
     proxy: Server | None = None
 
-    def start_owner(self, owner: Owner, log: Path) -> float:
+    def start_owner(self, owner: OwnerProcess, log: Path) -> float:
         """Start what holds shared tensors on a GPU; returns the seconds until engines can attach. Raises
         ServingError."""
         server = Server.start(
@@ -80,8 +81,10 @@ class Fleet:
         )
         self.servers[member.name], self.members[member.name] = server, member
         self.seconds[member.name] = server.wait_ready(settings.ready_timeout, self.require_alive)
-        if member.engine == "vllm":  # what transformers lists is the cache of the hub, or an error without a network
+        if member.engine == "vllm":
             _require_models(server, member)
+        else:
+            _require_answer(server, member, settings.ready_timeout)
 
     def start_proxy(self, log: Path) -> None:
         """Start LiteLLM's proxy before the servers. Raises ServingError."""
@@ -116,10 +119,7 @@ class Fleet:
             server.require_alive()
 
     def stop(self) -> None:
-        for server in self.all():
-            server.ask()
-        for server in self.all():
-            server.stop()
+        stop_all(self.all())
 
     def document(self) -> dict[str, Any]:
         """What `--json` prints once all are ready (docs/cli.md)."""
@@ -154,12 +154,11 @@ class Fleet:
     def _taken(self) -> dict[str, dict[str, int]]:
         """Bytes of the export's weight files that each server's processes have in memory, by member: `rss` counts a
         page once for each process, `pss` once for all of these processes."""
-        files = _all_files(self.deployed)
-        pids = {name: server.pids() for name, server in self.servers.items()}
-        held = [Holder(f"{name} {pid}", 0, _spans(pid, files), files.sizes) for name in pids for pid in pids[name]]
-        names = [name for name in pids for _ in pids[name]]
-        taken = {name: {"rss": 0, "pss": 0} for name in pids}
-        for name, process in zip(names, accounts(held), strict=True):
+        models = self.deployed.manifest.models.values()
+        files = weight_files(*(self.deployed.root / model.directory for model in models))
+        held = [(name, found) for name, server in self.servers.items() for found in _holders(server, files)]
+        taken = {name: {"rss": 0, "pss": 0} for name in self.servers}
+        for (name, _), process in zip(held, accounts([found for _, found in held]), strict=True):
             taken[name]["rss"] += process.rss
             taken[name]["pss"] += process.pss
         return taken
@@ -228,6 +227,8 @@ def commands(deployed: Deployed, members: Sequence[Member], settings: Settings) 
                 "url": f"{url}:{member.port}/v1",
                 "health": f"{url}:{member.port}/health",
                 "metrics": member.metrics and f"{url}:{member.port}{member.metrics}",
+                "directory": str(deployed.root),
+                "environment": dict(QUIET),
                 "command": list(member.command(deployed.root, python=settings.python, host=settings.host)),
             }
             for member in members
@@ -236,7 +237,7 @@ def commands(deployed: Deployed, members: Sequence[Member], settings: Settings) 
     }
 
 
-def _owners(members: Sequence[Member]) -> list[Owner]:
+def _owners(members: Sequence[Member]) -> list[OwnerProcess]:
     """One for each rank, where a member needs them: all of an export go by the same."""
     needed = {(member.owner, member.ranks) for member in members if member.owner is not None}
     return [owner for path, ranks in sorted(needed) for owner in owners(path, ranks)]
@@ -289,17 +290,17 @@ def _require_models(server: Server, member: Member) -> None:
         )
 
 
-def _all_files(deployed: Deployed) -> WeightFiles:
-    """Weight files of the whole export: a server may map tensors from another model's directory."""
-    found = [weight_files(deployed.root / model.directory) for model in deployed.manifest.models.values()]
-    paths = {path: identity for files in found for path, identity in files.paths.items()}
-    sizes = {identity: size for files in found for identity, size in files.sizes.items()}
-    return WeightFiles(frozenset(sizes), paths, sizes)
-
-
-def _spans(pid: int, files: WeightFiles) -> tuple[tuple[Identity, Span], ...]:
+def _require_answer(server: Server, member: Member, timeout: float) -> None:
+    """Raises ServingError unless it answers by its model's name, within `timeout` seconds. What `transformers serve`
+    lists is the cache of the hub, or an error without a network; a request for another model it refuses."""
     try:
-        found = list(mappings(pid))
-    except OSError:  # it has just ended
-        return ()
-    return tuple((identity, span) for span in found if (identity := files.get(span)) is not None)
+        fetch(server.url + PATH, member.name, {"model": member.models[0], "prompt": "1", "max_tokens": 1}, timeout)
+    except ServingError as error:
+        error.amend(file=str(server.log))
+        raise
+
+
+def _holders(server: Server, files: WeightFiles) -> Iterator[Holder]:
+    for pid in server.pids():
+        with suppress(OSError):  # it has just ended
+            yield holder(f"{server.name} {pid}", files, pid, 0)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from sandhi_core.errors import ServingError
-from sandhi_core.serving.cuda.driver import LIBRARY
 
 Device = Literal["cpu", "cuda"]
+LIBRARY = "libcuda.so.1"
+"""What the driver's package installs; libcuda.so is only a name for linkers, in the toolkit."""
 RANK = "{rank}"
 """In the path of an owner's socket: stands for the rank."""
 _ASKING = 120.0  # seconds to import torch
@@ -42,7 +43,7 @@ def socket_path(port: int) -> str:
 
 
 @dataclass(frozen=True)
-class Owner:
+class OwnerProcess:
     """The owner for one rank, on the GPU of that number."""
 
     rank: int
@@ -55,7 +56,7 @@ class Owner:
         return (python, "-m", "sandhi_core.serving.cuda.owner", str(export), *place, *ranks)
 
 
-def owners(path: str, ranks: int) -> Iterator[Owner]:
+def owners(path: str, ranks: int) -> Iterator[OwnerProcess]:
     """One for each rank; `path` is of their sockets."""
     for rank in range(ranks):
-        yield Owner(rank, ranks, Path(path.replace(RANK, str(rank))))
+        yield OwnerProcess(rank, ranks, Path(path.replace(RANK, str(rank))))

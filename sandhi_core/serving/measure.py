@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sandhi_core.claims import claims_of
 from sandhi_core.errors import ServingError
-from sandhi_core.memory import Holder, Identity, accounts, shared_bytes, shared_files, weights_in
+from sandhi_core.memory import Holder, Identity, accounts, shared_bytes, shared_files, weight_files, weights_in
 from sandhi_core.records import Manifest, MemoryComparison, ProcessMemory
 from sandhi_core.serving.completions import Completion, complete, fetch
 from sandhi_core.serving.together import TIMEOUT, Engines, Served, serving
@@ -54,7 +54,8 @@ def hold(
             began = time.monotonic()
             completions[one.model] = _asked(one, (prompts or {}).get(one.model, REQUESTS))
             seconds[one.model] = (time.monotonic() - began) / max(len(completions[one.model]), 1)
-        holders = [found for one in servers for found in _held(one, one.holders())]
+        files = weight_files(*directories.values())
+        holders = [found for one in servers for found in _held(one, one.holders(files))]
         return Held(_named(servers, plugin), tuple(holders), completions, seconds)
 
 

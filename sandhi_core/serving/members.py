@@ -21,7 +21,7 @@ from sandhi_core.serving.gpu import Device, socket_path
 from sandhi_core.serving.mapped import CONFIG, MappedModel
 from sandhi_core.serving.processes import transformers_command
 from sandhi_core.serving.slices import matrices
-from sandhi_core.serving.vllm_plugin.flags import EXTRA_CONFIG, engine_of
+from sandhi_core.serving.vllm_plugin.flags import EXTRA_CONFIG, NONE, settings_from_flags
 from sandhi_core.serving.vllm_plugin.provider import opened as opened_model
 from sandhi_core.serving.vllm_plugin.refuse import require_heads, require_servable
 
@@ -115,11 +115,12 @@ def members(
     port_base: int | None = None,
     device: Device = "cpu",
     extra: Sequence[str] = (),
+    environment: Mapping[str, str] = NONE,
 ) -> tuple[Member, ...]:
     """The servers in starting order: of all models, or those that answer for `only`. `engine`: another than the
     deployment's, for every model that is no adapter. Ports count from `port_base`, of all servers whether `only` names
     them or not. `device`: what engines compute on. `extra`: options after their own, so that they count, of all servers
-    of `needed`: no two engines have the same.
+    of `needed`: no two engines have the same. `environment`: variables that engines will be given.
 
     Raises UsageError for a model that is not there or ports beyond 65535, ServingError where the engine would leave
     out what a model adds to shared tensors, PreflightError where the plugin cannot serve a model with its options.
@@ -139,20 +140,22 @@ def members(
         if member.engine == "vllm" and not member.maps:
             require_heads(member.name, json.loads((deployed.root / member.directory / CONFIG).read_text()), device)
     path = socket_path(first)
-    return tuple(_mapping(deployed, m, device, path) if m.maps and m.engine == "vllm" else m for m in chosen)
+    return tuple(
+        _mapping(deployed, m, device, path, environment) if m.maps and m.engine == "vllm" else m for m in chosen
+    )
 
 
-def _mapping(deployed: Deployed, member: Member, device: Device, path: str) -> Member:
+def _mapping(deployed: Deployed, member: Member, device: Device, path: str, environment: Mapping[str, str]) -> Member:
     """A member whose engine has the plugin, on this device: on a GPU it is told its owner, by default one at `path`."""
-    engine = engine_of(member.options, device)
-    if device == "cuda" and engine.options.owner is None:
-        given = json.dumps({"digests": engine.options.digests, "owner": path})
+    settings = settings_from_flags(member.options, device, environment)
+    if device == "cuda" and settings.options.owner is None:
+        given = json.dumps({"digests": settings.options.digests, "owner": path})
         member = replace(
-            member, options=(*member.options, EXTRA_CONFIG, given), ranks=engine.tensor_parallel, owner=path
+            member, options=(*member.options, EXTRA_CONFIG, given), ranks=settings.tensor_parallel, owner=path
         )
-        engine = engine_of(member.options, device)
+        settings = settings_from_flags(member.options, device, environment)
     model, config = opened_model(deployed.root / member.directory)
-    require_servable(model.model, config, matrices(model.tensors, model.shared()), engine)
+    require_servable(model.model, config, matrices(model.tensors, model.shared()), settings)
     return member
 
 

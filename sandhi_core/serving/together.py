@@ -1,25 +1,27 @@
 """Every model of a pool on a real server of its own, all at once, ready to be asked and looked at from outside."""
 
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandhi_core.deploy import vllm
-from sandhi_core.errors import CheckpointError, ServingError
-from sandhi_core.memory import Holder, holder, weights_in
+from sandhi_core.errors import CheckpointError, SandhiError, ServingError
+from sandhi_core.memory import Holder, WeightFiles, holder, weights_in
 from sandhi_core.pools.pool import Engine
 from sandhi_core.serving.census import FOLDER, told
 from sandhi_core.serving.completions import fetch
 from sandhi_core.serving.engines import context_of, environment, python_of
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.ports import HOST, reserved
-from sandhi_core.serving.processes import Server
+from sandhi_core.serving.processes import Server, stop_all
 from sandhi_core.serving.slices import matrices
-from sandhi_core.serving.vllm_plugin import refuse
+from sandhi_core.serving.vllm_plugin.flags import settings_from_flags
+from sandhi_core.serving.vllm_plugin.refuse import require_servable
 
 TIMEOUT = 900.0  # seconds within which all servers of a pool must be ready
 WORKER = "sandhi_core.serving.vllm_plugin.census.CensusWorker"
@@ -43,10 +45,10 @@ class Served:
     pids: tuple[int, ...]
     unmapped: Mapping[int, int]
 
-    def holders(self) -> list[Holder]:
-        """Its processes as they are now. Raises ServingError where one is gone."""
+    def holders(self, files: WeightFiles) -> list[Holder]:
+        """What its processes map of weight files now. Raises ServingError where one is gone."""
         try:
-            return [holder(self.model, self.directory, pid, self.unmapped.get(pid, 0)) for pid in self.pids]
+            return [holder(self.model, files, pid, self.unmapped.get(pid, 0)) for pid in self.pids]
         except OSError as error:
             raise ServingError("a process of its server has ended", model=self.model, remedy=_REMEDY) from error
 
@@ -64,46 +66,56 @@ def serving(
     too, but not where it is interrupted.
     """
     ours, theirs = (
-        {model: directory for model, directory in directories.items() if engine_of(engine, model) == one}
+        {model: directory for model, directory in directories.items() if engine_for(engine, model) == one}
         for one in ("transformers", "vllm")
     )
     python = python_of("vllm", python) if theirs else ""
     dtypes = {model: _servable(model, directory, plugin) for model, directory in theirs.items()}
     logs = Path(tempfile.mkdtemp(prefix="sandhi-serving-"))
     try:
-        with ExitStack() as running:
+        with reserved(1 + len(theirs)) as (port, *ports), ExitStack() as running:
+            started: list[Server] = []
+            running.callback(stop_all, started)
             deadline = time.monotonic() + timeout
-            served = _transformers(ours, logs, running, deadline) if ours else []
-            served += _vllm(theirs, dtypes, python, logs, running, deadline, plugin) if theirs else []
+            served = _transformers(ours, port, logs, started, deadline) if ours else []
+            served += _vllm(theirs, dtypes, python, ports, logs, started, deadline, plugin) if theirs else []
             yield sorted(served, key=lambda one: list(directories).index(one.model))
-    except ServingError as error:
-        found = error.problem
-        if found.file is not None:
-            raise
-        raise ServingError(found.message, model=found.model, file=str(logs), remedy=found.remedy) from error
     except BaseException as error:
-        if not isinstance(error, Exception) or not any(logs.iterdir()):
+        if isinstance(error, Exception) and any(logs.iterdir()):
+            _name(logs, error)
+        else:
             shutil.rmtree(logs, ignore_errors=True)
         raise
     else:
         shutil.rmtree(logs, ignore_errors=True)
 
 
-def engine_of(engine: Engines, model: str) -> Engine:
+def _name(logs: Path, error: Exception) -> None:
+    """Say in an error where the logs are, which stay: nothing else does."""
+    if not isinstance(error, SandhiError):
+        error.add_note(f"the servers' logs are in {logs}")
+    elif error.problem.file is None:
+        error.amend(file=str(logs))
+    elif not Path(error.problem.file).is_relative_to(logs):
+        error.amend(remedy=f"{error.problem.remedy}; the servers' logs are in {logs}")
+
+
+def engine_for(engine: Engines, model: str) -> Engine:
     return engine if isinstance(engine, str) else engine[model]
 
 
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-def _transformers(directories: Mapping[str, Path], logs: Path, running: ExitStack, deadline: float) -> list[Served]:
-    (port,) = running.enter_context(reserved(1))
+def _transformers(
+    directories: Mapping[str, Path], port: int, logs: Path, started: list[Server], deadline: float
+) -> list[Served]:
     words = [word for model, directory in directories.items() for word in (model, str(directory))]
     command = [python_of("transformers"), "-m", "sandhi_core.serving.hold", str(port), *words]
     names = ", ".join(sorted(directories))
     settings = environment() | {"TMPDIR": str(logs)}
     server = Server.start(names, command, port=port, log=logs / "hold.log", environment=settings, grace=2.0)
-    running.enter_context(server)
+    started.append(server)
     server.wait_ready(max(deadline - time.monotonic(), 0.0))
     said = {found["model"]: found for found in fetch(server.url, names)}
     for model, found in sorted(said.items()):
@@ -127,20 +139,19 @@ def _vllm(
     directories: Mapping[str, Path],
     dtypes: Mapping[str, str],
     python: str,
+    ports: Sequence[int],
     logs: Path,
-    running: ExitStack,
+    started: list[Server],
     deadline: float,
     plugin: bool,
 ) -> list[Served]:
-    ports = running.enter_context(reserved(len(directories)))
-    started = []
+    servers = {}
     for (model, directory), port in zip(directories.items(), ports, strict=True):
-        server = _started(model, directory, dtypes[model], python, port, logs, plugin)
-        running.enter_context(server)
-        started.append((model, directory, server))
-    for _, _, server in started:
+        servers[model] = _started(model, directory, dtypes[model], python, port, logs, plugin)
+        started.append(servers[model])
+    for server in servers.values():
         server.wait_ready(max(deadline - time.monotonic(), 0.0))
-    return [_answering(model, directory, server, logs) for model, directory, server in started]
+    return [_answering(model, directory, servers[model], logs) for model, directory in directories.items()]
 
 
 def _servable(model: str, directory: Path, plugin: bool) -> str:
@@ -153,9 +164,8 @@ def _servable(model: str, directory: Path, plugin: bool) -> str:
     dtype = vllm.served_dtype(model, most)
     if plugin:
         mapped = MappedModel.open(directory)
-        refuse.require_servable(
-            model, mapped.config(), matrices(mapped.tensors, mapped.shared()), refuse.Engine(dtype=dtype)
-        )
+        settings = settings_from_flags(vllm.served([model], dtype, plugin), "cpu", os.environ)
+        require_servable(model, mapped.config(), matrices(mapped.tensors, mapped.shared()), settings)
     return dtype
 
 

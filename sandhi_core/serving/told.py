@@ -11,8 +11,14 @@ def planned(document: Mapping[str, Any]) -> str:
     for owner in document["owners"]:
         lines += [f"# owner of shared tensors on a GPU: {owner['socket']}", shlex.join(owner["command"])]
     for server in document["servers"]:
-        lines += [f"# {', '.join(server['models'])}: {server['url']}", shlex.join(server["command"])]
+        lines += [f"# {', '.join(server['models'])}: {server['url']}", _line(server)]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _line(server: Mapping[str, Any]) -> str:
+    """`env` rather than assignments before the command, which not every shell has."""
+    variables = (f"{name}={value}" for name, value in server["environment"].items())
+    return f"cd {shlex.quote(server['directory'])} && {shlex.join(['env', *variables, *server['command']])}"
 
 
 def served(document: Mapping[str, Any]) -> str:

@@ -14,14 +14,14 @@ import torch
 from transformers import AutoTokenizer
 
 from sandhi_core.assignment import assignment_at
-from sandhi_core.deploy.vllm import served_dtype
+from sandhi_core.deploy.launch import DTYPES
 from sandhi_core.errors import ProofError, SandhiError, StoreError
 from sandhi_core.evaluation.evaluator import Weights, merged_weights
 from sandhi_core.evaluation.resident import Resident
 from sandhi_core.evaluation.tasks import load_tasks
 from sandhi_core.layout import main_dtype
 from sandhi_core.pools.pool import EvaluationSettings, Pool
-from sandhi_core.records import Fingerprint, Manifest, OperatingPoints, Trajectory
+from sandhi_core.records import ExportedModel, Fingerprint, Manifest, OperatingPoints, Trajectory
 from sandhi_core.serving.completions import Completion
 from sandhi_core.serving.engines import context_of
 from sandhi_core.serving.measure import NEW_TOKENS
@@ -60,7 +60,17 @@ class Compared(NamedTuple):
 def require_comparable(manifest: Manifest) -> None:
     """Raises ProofError where a model's weights have a dtype in which nothing is compared."""
     for name, model in sorted(manifest.models.items()):
-        served_dtype(name, main_dtype(model))
+        _compared_dtype(name, model)
+
+
+def _compared_dtype(name: str, model: ExportedModel) -> str:
+    """torch's name of the dtype in which a model's answers are compared: that of its files."""
+    stored = main_dtype(model)
+    dtype = DTYPES.get(stored)
+    if dtype not in TOLERANCE:
+        message = f"has weights in {stored}, and answers are compared in {', '.join(TOLERANCE)} alone"
+        raise ProofError(message, model=name, remedy="leave --answers out: memory is measured in any dtype")
+    return dtype
 
 
 def prompts_of(root: Path, manifest: Manifest, pool: Pool | None, count: int) -> dict[str, list[list[int]]]:
@@ -98,7 +108,7 @@ def compared(
 
     Raises CheckpointError and EvaluationError where the weights cannot be loaded.
     """
-    dtype = served_dtype(name, main_dtype(manifest.models[name]))
+    dtype = _compared_dtype(name, manifest.models[name])
     threads = pool.evaluation.threads if pool else None
     settings = EvaluationSettings.model_validate({"dtype": dtype, "device": "cpu", "threads": threads})
     resident, reference = _reference(root, manifest, name, settings, pool)

@@ -42,7 +42,8 @@ def measured(
     """
     try:
         originals, problems = originals_of(root, manifest, measuring.originals, measuring.pool)
-        prompts = _prompts(root, manifest, measuring)
+        prompts, unasked = _prompts(root, manifest, measuring)
+        problems += unasked
         engines = _engines(root, manifest, measuring.engine)
         held = hold(served_from(root, manifest), engines, measuring.python, prompts=prompts)
     except UsageError:
@@ -56,7 +57,7 @@ def measured(
     except SandhiError as error:
         problems += error.problems
     try:
-        if measuring.answers:
+        if prompts is not None:
             answers = _answers(root, manifest, measuring, held)
     except SandhiError as error:
         problems += error.problems
@@ -121,9 +122,10 @@ def _not_shared(table: Mapping[str, Any], claims: Claimed) -> Iterator[Problem]:
 # What needs the evaluator is imported where it is asked for: it is not there where exports are only served.
 
 
-def _prompts(root: Path, manifest: Manifest, measuring: Measuring) -> Prompts | None:
+def _prompts(root: Path, manifest: Manifest, measuring: Measuring) -> tuple[Prompts | None, list[Problem]]:
+    """None where no answers are to be compared, or cannot be, and why: what servers hold is measured all the same."""
     if not measuring.answers:
-        return None
+        return None, []
     try:
         from sandhi_core.verification.answers import prompts_of, require_comparable
     except ModuleNotFoundError as error:
@@ -131,8 +133,13 @@ def _prompts(root: Path, manifest: Manifest, measuring: Measuring) -> Prompts | 
             f"--answers needs what scores models, and {error.name} is not installed here",
             remedy="pip install 'sandhi[pipeline]' into an environment of its own, or leave --answers out",
         ) from error
-    require_comparable(manifest)
-    return prompts_of(root, manifest, measuring.pool, measuring.answers)
+    try:
+        require_comparable(manifest)
+        return prompts_of(root, manifest, measuring.pool, measuring.answers), []
+    except UsageError:
+        raise
+    except SandhiError as error:
+        return None, error.problems
 
 
 def _answers(root: Path, manifest: Manifest, measuring: Measuring, held: Held) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({"data": [{"id": name}]}).encode())
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["model"] != (given.alias or given.served_model_name): return self.send_error(404, "no such model")
         message = {"role": "assistant", "content": "I am " + given.served_model_name}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"],
                   "choices": [{"index": 0, "finish_reason": "stop", "message": message}],

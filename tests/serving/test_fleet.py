@@ -23,10 +23,11 @@ from sandhi_core.__main__ import main
 from sandhi_core.deploy.spec import DeploymentSpec, write_deployment
 from sandhi_core.errors import PreflightError, ServingError, UsageError
 from sandhi_core.layout import DEPLOYMENT, read_manifest
-from sandhi_core.pools.pool import DeploySettings
-from sandhi_core.serving import gpu
-from sandhi_core.serving.fleet import _owners
+from sandhi_core.pools.pool import DeploySettings, Engine
+from sandhi_core.serving import gpu, told
+from sandhi_core.serving.fleet import Settings, _owners, commands
 from sandhi_core.serving.members import members, needed, opened
+from sandhi_core.serving.together import serving as together
 from sandhi_core.verification.exports import verify
 from sandhi_core.verification.servers import _engines
 from tests.adapted import adapted_case
@@ -345,6 +346,29 @@ def test_a_stranger_on_the_port_is_told(export: Path, engine: Path) -> None:
     assert "does not answer for tied, but for other" in problem["message"]
 
 
+TRANSFORMERS = """#!/bin/sh
+# The stand-in as `transformers serve` is started: -m transformers.cli.transformers serve MODEL
+model=$4; shift 4
+exec {python} -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name "$model" "$@"
+"""
+
+
+@pytest.mark.parametrize("alias", [(), ("--", "--alias", "other")])
+def test_transformers_must_answer_for_its_model(
+    export: Path, engine: Path, tmp_path: Path, alias: tuple[str, ...]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(TRANSFORMERS.format(python=sys.executable))
+    python.chmod(0o755)
+    given = ("--json", "--engine", "transformers", "--python", str(python), "--only", "tied", "--logs", str(tmp_path))
+    with serving(engine, export, *given, *alias) as process:
+        found = document(process)
+    assert found["ok"] == (not alias)
+    for problem in found["problems"]:
+        assert problem["model"] == "tied" and problem["file"] == str(tmp_path / "tied.log")
+        assert "answers 404 to a request" in problem["message"]
+
+
 def test_a_taken_port_is_told_before_anything_starts(export: Path, engine: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -424,6 +448,30 @@ def test_a_dry_run_starts_nothing(export: Path, engine: Path) -> None:
         assert process.wait(60) == 0
     assert all("--enforce-eager" in server["command"] for server in found["servers"]) and found["proxy"]
     assert found["owners"] == []
+    for server in found["servers"]:
+        assert server["directory"] == str(export) and server["environment"]["HF_HUB_OFFLINE"] == "1"
+
+
+NOTED = """#!/bin/sh
+pwd; echo "$HF_HUB_OFFLINE"; echo "$#"; for word; do echo "$word"; done
+"""
+
+
+@pytest.mark.parametrize("by", ["vllm", "transformers"])
+def test_lines_of_a_dry_run_work_in_a_shell_from_anywhere(export: Path, tmp_path: Path, by: Engine) -> None:
+    moved = tmp_path / "moved 'here' $HOME"
+    shutil.copytree(export, moved, copy_function=os.link)
+    python = tmp_path / "a python"
+    python.write_text(NOTED)
+    python.chmod(0o755)
+    deployed = opened(moved)
+    chosen = members(deployed, engine=by, only=["tied"])
+    settings = Settings(python=str(python))
+    comment, line = told.planned(commands(deployed, chosen, settings)).splitlines()
+    assert comment.startswith("# tied: http://127.0.0.1:")
+    said = subprocess.run(["sh", "-c", line], cwd="/", capture_output=True, text=True, check=True).stdout.splitlines()
+    expected = chosen[0].command(moved, python=str(python), host="127.0.0.1")[1:]
+    assert said == [str(moved), "1", str(len(expected)), *expected]
 
 
 # --- what engines compute on --------------------------------------------------------------------------------
@@ -501,6 +549,10 @@ def test_engines_compute_where_their_torch_sees_a_gpu(
         (["--tensor_parallel_size=3"], "4 attention heads cannot be divided among 3"),
         (["--pipeline-parallel-size", "2"], "pipeline parallelism is not supported"),
         (["--enable-lora"], "LoRA is not supported"),
+        (["--offload_group_size", "2"], "weight offloading is not supported"),
+        (["--cpu-offload-gb=0.5"], "weight offloading is not supported"),
+        (["--spec-method", "ngram"], "speculative decoding is not supported"),
+        (["--spec-tokens=3"], "speculative decoding is not supported"),
         (["-q", "fp8"], "--quantization is fp8"),
         (["--dtype", "bfloat16"], "the engine computes in bfloat16"),
     ],
@@ -581,6 +633,23 @@ def test_what_is_deployed_on_transformers_is_not_measured_with_vllm(mixed: Path,
 def test_options_of_vllm_that_have_no_value_are_told(export: Path) -> None:
     with pytest.raises(UsageError, match=r"vLLM.s options: .*tensor-parallel-size"):
         members(opened(export), extra=["--tensor-parallel-size", "two"])
+    for given in ("{", "[]"):
+        with pytest.raises(UsageError, match=rf"--model-loader-extra-config: '\{given[0]}.*' is no JSON object"):
+            members(opened(export), extra=["--model-loader-extra-config", given])
+
+
+def test_batch_invariance_is_refused_by_the_environment_that_engines_are_given(
+    export: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert members(opened(export), environment={"VLLM_BATCH_INVARIANT": "0"})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert members(opened(export))  # rendered for elsewhere
+    with serving(engine, export, "--json", "--dry-run") as process:
+        problems = document(process)["problems"]
+        assert process.wait(60) == 1
+    assert {problem["message"] for problem in problems} == {"batch invariance is not supported"}
+    with pytest.raises(PreflightError, match="batch invariance is not supported"):
+        together("vllm", {"tied": export / "tied"}, sys.executable).__enter__()
 
 
 def test_the_engines_python_is_that_of_the_environment(

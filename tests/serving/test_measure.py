@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from sandhi_core.checkpoints.safetensors_file import PAGE, map_file
-from sandhi_core.errors import CheckpointError, ProofError, ServingError, UsageError
-from sandhi_core.memory import weights_in
+from sandhi_core.errors import CheckpointError, ProofError, SandhiError, ServingError, UsageError
+from sandhi_core.memory import WeightFiles, weight_files, weights_in
 from sandhi_core.records import ProcessMemory
 from sandhi_core.serving import engines
 from sandhi_core.serving import measure as measuring
@@ -23,9 +23,11 @@ from sandhi_core.serving.completions import complete
 from sandhi_core.serving.engines import PYTHON, environment, python_of
 from sandhi_core.serving.keeper import descendants
 from sandhi_core.serving.measure import NEW_TOKENS, REQUESTS, hold
-from sandhi_core.serving.together import serving
+from sandhi_core.serving.processes import Server
+from sandhi_core.serving.together import Served, _name, serving
 from tests.measured import measure
 from tests.models import WEIGHTS, edit_json, tiny_llama
+from tests.serving import standin
 
 SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}
 ROOT = Path(measuring.__file__).parents[2]
@@ -87,6 +89,19 @@ def test_members_answer_while_they_are_looked_at(tmp_path: Path) -> None:
     assert weights_in(directory) == {"F32": sum(e.raw.nbytes for e in map_file(directory / WEIGHTS).values())}
 
 
+def test_files_are_looked_up_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, ...]] = []
+
+    def counted(*directories: Path) -> WeightFiles:
+        asked.append(directories)
+        return weight_files(*directories)
+
+    monkeypatch.setattr(measuring, "weight_files", counted)
+    directory = tiny_llama(tmp_path / "m", **SIZE)
+    held = hold({"a": directory, "b": directory})
+    assert asked == [(directory, directory)] and all(holder.rss for holder in held.holders)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(tmp_path: Path) -> None:
     directory = tiny_llama(tmp_path / "m", max_position_embeddings=16, **SIZE)
     with pytest.raises(ServingError, match=r"model a.*a prompt of 9 tokens leaves no room for 8 of 16"):
@@ -101,9 +116,9 @@ def test_a_server_that_died_meanwhile_saves_nothing(tmp_path: Path) -> None:
         while Path(f"/proc/{second.pids[0]}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not Path(f"/proc/{second.pids[0]}").exists()  # its parent has waited for it
-        assert first.holders()[0].rss > 0
+        assert first.holders(weight_files(directory))[0].rss > 0
         with pytest.raises(ServingError, match=r"model b.*a process of its server has ended"):
-            second.holders()
+            second.holders(weight_files(directory))
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------
@@ -120,10 +135,27 @@ def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_directory_that_cannot_be_loaded_is_named(tmp_path: Path, leftovers: Path) -> None:
     good, bad = tiny_llama(tmp_path / "good", **SIZE), tiny_llama(tmp_path / "bad", **SIZE)
     (bad / WEIGHTS).unlink()
-    with pytest.raises(ServingError, match=r"model bad.*transformers cannot load the model: OSError"):
+    with pytest.raises(ServingError, match=r"model bad.*transformers cannot load the model: OSError") as failed:
         measure({"good": good, "bad": bad})
     assert not descendants(os.getpid())
-    assert [path.name for path in leftovers.glob("*/*")] == ["hold.log"]  # to be read
+    (log,) = leftovers.glob("*/*")  # to be read
+    assert log.name == "hold.log" and failed.value.problem.file == str(bad)
+    assert failed.value.problem.remedy.endswith(f"; the servers' logs are in {log.parent}")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ServingError("m", remedy="r", model="a", tensor="t", code="not-held"), "model a file {logs} tensor t: m (r)"),
+        (ServingError("m", remedy="r", file="{logs}/a.log"), "file {logs}/a.log: m (r)"),
+        (CheckpointError("m", remedy="r", file="/f"), "file /f: m (r; the servers' logs are in {logs})"),
+    ],
+)
+def test_an_error_names_the_logs_and_stays_what_it_is(error: SandhiError, told: str) -> None:
+    logs = Path("{logs}")
+    _name(logs, error)
+    code = "not-held" if error.problem.tensor else error.code
+    assert str(error) == error.problems[0].line() == f"error: {code}: {told}"
 
 
 def test_time_is_bounded(tmp_path: Path, leftovers: Path) -> None:
@@ -145,12 +177,31 @@ def test_whatever_fails_while_servers_run_leaves_the_log_and_names_it(tmp_path: 
         os.kill(server.pids[0], signal.SIGKILL)
         complete(server.url, "a", [1, 2], 1, timeout=30)
     assert failed.value.problem.file is not None and (Path(failed.value.problem.file) / "hold.log").is_file()
-    with pytest.raises(ZeroDivisionError), serving("transformers", {"a": directory}):
+    with pytest.raises(ZeroDivisionError) as defect, serving("transformers", {"a": directory}):
         _ = 1 // 0
+    assert "sandhi-serving-" in defect.value.__notes__[0]
     assert len(list(leftovers.glob("*/hold.log"))) == 2
     with pytest.raises(KeyboardInterrupt), serving("transformers", {"a": directory}):
         raise KeyboardInterrupt
     assert len(list(leftovers.glob("*"))) == 2 and not descendants(os.getpid())
+
+
+def test_servers_are_stopped_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(standin.install(tmp_path / "engine")))
+    monkeypatch.setattr("sandhi_core.serving.together._answering", lambda model, *_: Served(model, *[None] * 6))  # type: ignore[arg-type]
+    done: list[tuple[str, str]] = []
+
+    def noted(name: str) -> None:
+        real = getattr(Server, name)
+        monkeypatch.setattr(Server, name, lambda self: (done.append((name, self.name)), real(self))[1])
+
+    noted("ask")
+    noted("stop")
+    directory = tiny_llama(tmp_path / "m", **SIZE)
+    with serving("vllm", {"a": directory, "b": directory}, sys.executable, plugin=False):
+        assert len(descendants(os.getpid())) >= 4  # keepers and servers
+    assert done[:3] == [("ask", "a"), ("ask", "b"), ("stop", "a")]
+    assert not descendants(os.getpid())
 
 
 @pytest.mark.parametrize("plugin", [True, False])

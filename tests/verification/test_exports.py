@@ -1,14 +1,20 @@
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from sandhi_core.errors import UsageError
+from sandhi_core.memory import Holder
+from sandhi_core.pools.pool import DeploySettings
+from sandhi_core.serving.measure import Held
+from sandhi_core.verification import servers
 from sandhi_core.verification.arguments import ANSWERS, add_arguments, originals_given
 from sandhi_core.verification.exports import verify, verify_all
 from sandhi_core.verification.originals import originals_of
+from sandhi_core.verification.servers import Measuring
 from tests.deployed import deployed
 from tests.exported import MODELS, Case, make_case, make_models
 
@@ -81,3 +87,22 @@ def test_originals_come_from_the_pool_or_are_not_known(case: Case) -> None:
     found, problems = originals_of(root, manifest, {})
     assert found == {} and [(p.severity, p.model) for p in problems] == [("warning", name) for name in MODELS]
     assert all("checkpoint of" in problem.message and "--originals" in problem.remedy for problem in problems)
+
+
+def test_memory_is_measured_where_no_answers_can_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = make_models(tmp_path / "models", torch.float64, head_dim=32)
+    made = make_case(tmp_path, models)
+    made.pool = made.pool.model_copy(update={"deploy": DeploySettings(engine="transformers")})
+    asked: list[object] = []
+
+    def hold(given: Mapping[str, Path], *_: object, prompts: object = None, **__: object) -> Held:
+        asked.append(prompts)
+        holders = tuple(Holder(name, 1, (), {}) for name in given)
+        return Held("none", holders, dict.fromkeys(given, ()), dict.fromkeys(given, 0.0))
+
+    monkeypatch.setattr(servers, "hold", hold)
+    table, ok = verify(deployed(made), Measuring(answers=3))
+    (problem,) = (problem for problem in table["problems"] if problem["code"] == "proof")
+    assert problem["message"] == "has weights in F64, and answers are compared in float32, bfloat16, float16 alone"
+    assert not ok and asked == [None] and table["answers"] is None
+    assert table["memory"]["servers"].keys() == set(MODELS)

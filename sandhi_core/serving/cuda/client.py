@@ -37,13 +37,13 @@ class Attached:
         connection: socket.socket,
         model: str,
         given: Given,
-        mapping: memory.Mapping,
+        mapping: memory.DeviceMapping,
         died: Callable[[], None] | None,
     ) -> None:
         self.model = model
         self.tensors: Mapping[str, Lent] = given.tensors
         self._connection = connection
-        self._mapping: memory.Mapping | None = mapping
+        self._mapping: memory.DeviceMapping | None = mapping
         self._bytes: Tensor | None = mapping.bytes()
         self._died = died
         self._gone = Event()

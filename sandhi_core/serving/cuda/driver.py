@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from sandhi_core.errors import ServingError
-
-LIBRARY = "libcuda.so.1"
-"""What the driver's package installs; libcuda.so is only a name for linkers, in the toolkit."""
+from sandhi_core.serving.gpu import LIBRARY
 
 # Enumerations of cuda.h; the comment names the type.
 ALLOCATION_PINNED = 1  # CUmemAllocationType: CU_MEM_ALLOCATION_TYPE_PINNED

@@ -11,8 +11,8 @@ from sandhi_core.disk import RESTORE
 from sandhi_core.errors import ProofError, ServingError
 from sandhi_core.layout import read_manifest
 from sandhi_core.serving.cuda.driver import READ_WRITE
-from sandhi_core.serving.cuda.memory import Device, Mapping, Memory
-from sandhi_core.serving.cuda.plan import Piece, Plan, plan
+from sandhi_core.serving.cuda.memory import Device, DeviceMapping, Memory
+from sandhi_core.serving.cuda.plan import HeldSlice, Plan, plan
 from sandhi_core.serving.cuda.protocol import Ask, Given, Lent
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.slices import Slices, matrices
@@ -50,7 +50,7 @@ class Wanted:
         return cls(models, planned, manifest.digest, size, rank)
 
 
-class Holding:
+class DeviceHolding:
     """An export's shared tensors in the memory of a device, until `close`. Once it is made, neither they nor the files
     are mapped in this process any more."""
 
@@ -66,7 +66,7 @@ class Holding:
                 remedy="start the owner before the engines, or divide the models among more ranks",
                 code="device-full",
             )
-        self._parts: dict[Piece, str] = {}
+        self._parts: dict[HeldSlice, str] = {}
         self._memory: Memory = device.create(self.nbytes)
         try:
             mapping = self._memory.map(READ_WRITE)
@@ -100,7 +100,7 @@ class Holding:
                 remedy=f"ask for one of {', '.join(self.plan.names)}",
                 code="model-unknown",
             )
-        tensors = {name: self._lent(piece) for name, piece in self.plan.names[ask.model].items()}
+        tensors = {name: self._lent(held) for name, held in self.plan.names[ask.model].items()}
         return Given(manifest=self.manifest, device=self.device.uuid, nbytes=self.nbytes, tensors=tensors)
 
     def close(self) -> None:
@@ -108,24 +108,24 @@ class Holding:
         os.close(self.descriptor)
         self._memory.release()
 
-    def _lent(self, piece: Piece) -> Lent:
-        place = self.plan.places[piece]
-        return Lent(digest=piece.digest, part=self._parts[piece], **vars(place))
+    def _lent(self, held: HeldSlice) -> Lent:
+        place = self.plan.places[held]
+        return Lent(digest=held.digest, part=self._parts[held], **vars(place))
 
-    def _fill(self, mapping: Mapping, models: dict[str, MappedModel]) -> None:
-        holders = {p: (m, n) for m, pieces in self.plan.names.items() for n, p in pieces.items()}
-        for piece, place in self.plan.places.items():
-            model, name = holders[piece]
+    def _fill(self, mapping: DeviceMapping, models: dict[str, MappedModel]) -> None:
+        holders = {p: (m, n) for m, found in self.plan.names.items() for n, p in found.items()}
+        for held, place in self.plan.places.items():
+            model, name = holders[held]
             tensor = models[model].tensor(name)
             found = tensor_digest(place.dtype, tensor.shape, raw_bytes(tensor))
-            if found != piece.digest:
+            if found != held.digest:
                 raise ProofError(
-                    f"is not what was exported: its digest is {found}, {piece.digest} is expected",
+                    f"is not what was exported: its digest is {found}, {held.digest} is expected",
                     model=model,
                     file=str(models[model].file(name)[0]),
                     tensor=name,
                     remedy=RESTORE,
                 )
-            part = piece.slice.of(tensor).contiguous()
-            self._parts[piece] = found if part is tensor else tensor_digest(place.dtype, part.shape, raw_bytes(part))
+            part = held.slice.of(tensor).contiguous()
+            self._parts[held] = found if part is tensor else tensor_digest(place.dtype, part.shape, raw_bytes(part))
             mapping.write(place.offset, part)

@@ -96,7 +96,7 @@ class Memory:
         call("cuMemExportToShareableHandle", byref(found), self.handle, cuda.HANDLE_FILE_DESCRIPTOR, 0)
         return found.value
 
-    def map(self, access: int) -> "Mapping":
+    def map(self, access: int) -> "DeviceMapping":
         """All of it in this process's addresses on the device, to READ or READ_WRITE. (A part would not do: "offset ...
         currently must be zero", cuMemMap.)"""
         call, nbytes, address = self.device.call, self.nbytes, cuda.ADDRESS()
@@ -112,10 +112,10 @@ class Memory:
         except BaseException:
             call("cuMemAddressFree", address, nbytes)
             raise
-        return Mapping(self.device, address.value, nbytes)
+        return DeviceMapping(self.device, address.value, nbytes)
 
 
-class Mapping:
+class DeviceMapping:
     """Memory at `address`: mapped until `unmap`, or until nothing refers to it any more."""
 
     def __init__(self, device: Device, address: int, nbytes: int) -> None:

@@ -26,7 +26,7 @@ from threading import Lock, Thread
 from sandhi_core.errors import SandhiError, ServingError
 from sandhi_core.serving.cuda import protocol
 from sandhi_core.serving.cuda.driver import Driver
-from sandhi_core.serving.cuda.holding import Holding, Wanted
+from sandhi_core.serving.cuda.holding import DeviceHolding, Wanted
 from sandhi_core.serving.cuda.memory import Device
 
 
@@ -65,12 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _held(options: argparse.Namespace, driver: Driver | None) -> Holding:
+def _held(options: argparse.Namespace, driver: Driver | None) -> DeviceHolding:
     wanted = Wanted.of(options.export, options.tensor_parallel, options.rank)
-    return Holding(wanted, Device(driver or Driver.load(), options.device))
+    return DeviceHolding(wanted, Device(driver or Driver.load(), options.device))
 
 
-def _ready(path: Path, holding: Holding) -> dict[str, object]:
+def _ready(path: Path, holding: DeviceHolding) -> dict[str, object]:
     return {
         "socket": str(path),
         "pid": os.getpid(),
@@ -87,7 +87,7 @@ def _ready(path: Path, holding: Holding) -> dict[str, object]:
 class Readers:
     """The engines that are attached; a thread each, which sleeps until the engine is gone."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: DeviceHolding) -> None:
         self._holding = holding
         self._attached: dict[socket.socket, str] = {}
         self._changing = Lock()

@@ -22,7 +22,7 @@ kernels with vector loads or TMA rely on."""
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class HeldSlice:
     """What is held once, whatever models and names have it: a tensor by its digest, and a slice of it."""
 
     digest: str
@@ -41,11 +41,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """`places` by piece, in the order of the arena; `names`: by model and tensor name what piece that is."""
+    """`places` by slice, in the order of the arena; `names`: by model and tensor name which slice that is."""
 
     nbytes: int
-    places: Mapping[Piece, Place]
-    names: Mapping[str, Mapping[str, Piece]]
+    places: Mapping[HeldSlice, Place]
+    names: Mapping[str, Mapping[str, HeldSlice]]
 
     def arena(self, granularity: int) -> int:
         """Size in bytes of the allocation that holds the plan."""
@@ -67,14 +67,16 @@ def plan(
 
     Raises ServingError as Slices.of does.
     """
-    names = {m: {n: Piece(tensors[m][n].digest, slices[m].of(n)) for n in sorted(shared[m])} for m in sorted(shared)}
-    exported = {piece: tensors[m][n] for m, pieces in names.items() for n, piece in pieces.items()}
+    names = {
+        m: {n: HeldSlice(tensors[m][n].digest, slices[m].of(n)) for n in sorted(shared[m])} for m in sorted(shared)
+    }
+    exported = {held: tensors[m][n] for m, found in names.items() for n, held in found.items()}
     places, end = {}, 0
-    for piece in sorted(exported):
-        tensor = exported[piece]
-        shape = piece.slice.shape(tensor.shape)
+    for held in sorted(exported):
+        tensor = exported[held]
+        shape = held.slice.shape(tensor.shape)
         place = Place(
             -(-end // ALIGNMENT) * ALIGNMENT, prod(shape) * DTYPES[tensor.dtype].itemsize, tensor.dtype, shape
         )
-        places[piece], end = place, place.offset + place.nbytes
+        places[held], end = place, place.offset + place.nbytes
     return Plan(end, places, names)

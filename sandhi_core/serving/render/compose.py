@@ -50,7 +50,8 @@ def _service(deployed: Deployed, member: Member, target: Target, memory: int, be
         "working_dir": str(containers.EXPORT),
         "environment": dict(QUIET),
         "volumes": [{"type": "bind", "source": source, "target": str(containers.EXPORT), "read_only": True}],
-        "ports": [f"{member.port}:{member.port}"],
+        # Servers ask for no key: whoever is to reach them from elsewhere is let in knowingly (docs/serving.md).
+        "ports": [f"127.0.0.1:{member.port}:{member.port}"],
         "healthcheck": {
             "test": ["CMD", *health],
             "interval": "10s",

@@ -25,12 +25,12 @@ from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.slices import Slices, matrices
 from sandhi_core.serving.vllm_plugin.provider import Files, Provider, Source, attached, external_bytes, opened
 from sandhi_core.serving.vllm_plugin.quantization import SandhiConfig
-from sandhi_core.serving.vllm_plugin.refuse import Engine, Options, require_servable
+from sandhi_core.serving.vllm_plugin.refuse import EngineSettings, Options, require_servable
 
 logger = init_logger(f"vllm.{NAME}")
 
 
-def engine_of(config: VllmConfig, options: Options) -> Engine:
+def settings_of_config(config: VllmConfig, options: Options) -> EngineSettings:
     """What the plugin depends on of vLLM's configuration."""
     parallel, offload = config.parallel_config, config.offload_config
     extras = {
@@ -41,7 +41,7 @@ def engine_of(config: VllmConfig, options: Options) -> Engine:
         "expert load balancing": parallel.enable_eplb,
         "batch invariance": envs.VLLM_BATCH_INVARIANT,
     }
-    return Engine(
+    return EngineSettings(
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         device=config.device_config.device_type,
         quantization=config.model_config.quantization,
@@ -71,7 +71,7 @@ class SandhiLoader(DefaultModelLoader):  # type: ignore[misc]
     def create_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> Module:
         model, config = opened(Path(model_config.model))
         shared = matrices(model.tensors, model.shared())
-        require_servable(model.model, config, shared, engine_of(vllm_config, self._options))
+        require_servable(model.model, config, shared, settings_of_config(vllm_config, self._options))
         model.check(self._options.digests)
         source = self._opened(model, config, vllm_config)
         tied = getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
@@ -146,11 +146,11 @@ def _require_taken(source: Source) -> None:
     Duplicates may be: in experts, for instance, vLLM has matrices as it needs them. They are served, copied.
     """
     left = sorted(name for name in source.model.tensors if source.maps(name) and name not in source.taken)
-    matrices = {name: source.model.tensors[name] for name in left if len(source.model.tensors[name].shape) == 2}
-    for name, tensor in matrices.items():
+    copied = {name: source.model.tensors[name] for name in left if len(source.model.tensors[name].shape) == 2}
+    for name, tensor in copied.items():
         if tensor.sharing == "merged" or name in source.added:
             raise source.wrong(name, "is shared, but no layer of vLLM's model took it")
-    if matrices:
-        total = sum(tensor.nbytes for tensor in matrices.values())
+    if copied:
+        total = sum(tensor.nbytes for tensor in copied.values())
         message = "%d duplicate tensors (%d bytes) are copied, not mapped: vLLM has no place to map them, such as %s"
-        logger.warning(message, len(matrices), total, next(iter(matrices)))
+        logger.warning(message, len(copied), total, next(iter(copied)))

@@ -43,7 +43,7 @@ class Files:
         return piece.of(self._model.tensor(piece.name))
 
 
-class Owner:
+class OwnerMemory:
     """What the owner of a GPU holds, mapped read-only; it has divided the matrices among ranks already."""
 
     def __init__(self, model: MappedModel, held: Any) -> None:
@@ -71,7 +71,7 @@ def external_bytes(model: MappedModel, ranks: int) -> int:
 
 def attached(
     model: MappedModel, options: Options, device: int, rank: int, ranks: int, died: Callable[[], None]
-) -> Owner:
+) -> OwnerMemory:
     """The owner of a GPU; `died` is called when it is gone. Raises what attaching to an owner raises."""
     from sandhi_core.serving.cuda.client import attach  # only where there is a GPU
 
@@ -86,7 +86,7 @@ def attached(
         check=options.digests,
         died=died,
     )
-    return Owner(model, held)
+    return OwnerMemory(model, held)
 
 
 class Source:

@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSettings:
     """How an engine is configured, as far as the plugin depends on it; `extras`: what else is switched on, in words,
     of `EXTRAS`."""
 
@@ -64,7 +64,7 @@ class Engine:
 
 EXTRAS = {
     "LoRA": "adapters change layers that the plugin maps: serve the model's directory alone, without --enable-lora",
-    "speculative decoding": "the draft model would be loaded as an export too: leave --speculative-config out",
+    "speculative decoding": "a draft model would be loaded as an export too: leave --speculative-config, --spec-* out",
     "weight offloading": "offloaded weights are copies: leave --cpu-offload-gb and --offload-* out",
     "sleep mode": "weights that are mapped cannot be put to sleep: leave --enable-sleep-mode out",
     "expert load balancing": "experts that move are copies: leave --enable-eplb out",
@@ -94,7 +94,7 @@ def require_whole(model: str, config: Mapping[str, Any], tensors: Mapping[str, E
 
 
 def problems(
-    model: str, config: Mapping[str, Any], shared: Mapping[str, ExportedTensor], engine: Engine
+    model: str, config: Mapping[str, Any], shared: Mapping[str, ExportedTensor], engine: EngineSettings
 ) -> list[Problem]:
     """Why the plugin cannot serve a model of an export with an engine so configured; empty where it can. `config`:
     the model's config.json; `shared`: the matrices that it maps, by name."""
@@ -124,7 +124,7 @@ def require_heads(model: str, config: Mapping[str, Any], device: str) -> None:
 
 
 def require_servable(
-    model: str, config: Mapping[str, Any], shared: Mapping[str, ExportedTensor], engine: Engine
+    model: str, config: Mapping[str, Any], shared: Mapping[str, ExportedTensor], engine: EngineSettings
 ) -> None:
     """Raises PreflightError with all `problems` of a model."""
     if found := problems(model, config, shared, engine):
@@ -135,7 +135,7 @@ Finding = tuple[str | None, str, str]
 """Tensor, message and remedy."""
 
 
-def _flags(engine: Engine) -> Iterator[Finding]:
+def _flags(engine: EngineSettings) -> Iterator[Finding]:
     for flag, given in (("quantization", engine.quantization), ("load-format", engine.load_format)):
         if given != NAME:
             message = f"--{flag} is {given}, but shared tensors are mapped only with --quantization and --load-format"
@@ -148,7 +148,7 @@ def _heads(config: Mapping[str, Any], device: str) -> Iterator[Finding]:
         yield None, message, _ELSEWHERE
 
 
-def _device(engine: Engine) -> Iterator[Finding]:
+def _device(engine: EngineSettings) -> Iterator[Finding]:
     owner = engine.options.owner
     if engine.device not in ("cpu", "cuda"):
         yield None, f"the plugin maps tensors on CPU and CUDA, not on {engine.device}", "serve it on one of these"
@@ -165,14 +165,14 @@ def _device(engine: Engine) -> Iterator[Finding]:
         yield None, "an owner is named, but on the CPU the files themselves are mapped", "leave owner out"
 
 
-def _extras(engine: Engine) -> Iterator[Finding]:
+def _extras(engine: EngineSettings) -> Iterator[Finding]:
     if engine.pipeline_parallel > 1:
         yield None, "pipeline parallelism is not supported", "use --tensor-parallel-size instead"
     for extra in sorted(engine.extras):
         yield None, f"{extra} is not supported", EXTRAS[extra]
 
 
-def _dtypes(shared: Mapping[str, ExportedTensor], engine: Engine) -> Iterator[Finding]:
+def _dtypes(shared: Mapping[str, ExportedTensor], engine: EngineSettings) -> Iterator[Finding]:
     others: dict[str, list[str]] = {}
     for name, tensor in sorted(shared.items()):
         if DTYPES.get(tensor.dtype) != engine.dtype:
@@ -183,7 +183,7 @@ def _dtypes(shared: Mapping[str, ExportedTensor], engine: Engine) -> Iterator[Fi
         yield names[0], message, remedy
 
 
-def _ranks(model: str, config: Mapping[str, Any], engine: Engine) -> Iterator[Finding]:
+def _ranks(model: str, config: Mapping[str, Any], engine: EngineSettings) -> Iterator[Finding]:
     try:
         Slices(model, config, engine.tensor_parallel)
     except SandhiError as error:

@@ -20,7 +20,7 @@ from sandhi_core.layout import MANIFEST, read_manifest
 from sandhi_core.serving.cuda import holding, protocol
 from sandhi_core.serving.cuda.client import attach
 from sandhi_core.serving.cuda.driver import READ_WRITE
-from sandhi_core.serving.cuda.memory import Device, Mapping
+from sandhi_core.serving.cuda.memory import Device, DeviceMapping
 from sandhi_core.serving.cuda.owner import address, main
 from sandhi_core.serving.cuda.protocol import Ask, Given
 from sandhi_core.serving.mapped import MappedModel
@@ -40,7 +40,7 @@ def asked(root: Path, path: Path, model: str = "single") -> tuple[Given, int, so
     return given, descriptor, connection
 
 
-def writable(descriptor: int, nbytes: int) -> Mapping:
+def writable(descriptor: int, nbytes: int) -> DeviceMapping:
     """The owner's memory as no engine maps it."""
     memory = Device(driver(), 0).imported(descriptor, nbytes)
     os.close(descriptor)

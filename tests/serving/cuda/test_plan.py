@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandhi_core.records import ExportedTensor
-from sandhi_core.serving.cuda.plan import ALIGNMENT, Piece, Place, plan
+from sandhi_core.serving.cuda.plan import ALIGNMENT, HeldSlice, Place, plan
 from sandhi_core.serving.slices import WHOLE, Slice, Slices
 
 CONFIG = {
@@ -39,10 +39,10 @@ def test_one_tensor_under_several_names_is_one_place() -> None:
     found = plan(tensors, {"a": [UP, UP_1], "b": [UP_1]}, sliced())
     nbytes = 48 * 32 * 2
     assert found.places == {
-        Piece("d", WHOLE): Place(0, nbytes, "BF16", (48, 32)),
-        Piece("e", WHOLE): Place(nbytes, nbytes, "BF16", (48, 32)),
+        HeldSlice("d", WHOLE): Place(0, nbytes, "BF16", (48, 32)),
+        HeldSlice("e", WHOLE): Place(nbytes, nbytes, "BF16", (48, 32)),
     }
-    assert found.names["a"][UP] == found.names["b"][UP_1] == Piece("d", WHOLE)
+    assert found.names["a"][UP] == found.names["b"][UP_1] == HeldSlice("d", WHOLE)
     assert found.nbytes == found.held == 2 * nbytes
     assert found.arena(2 << 20) == 2 << 20
 
@@ -56,7 +56,7 @@ def test_one_tensor_in_two_roles_is_two_places_where_ranks_cut_it_otherwise() ->
         slices = {"a": Slices("a", config, size, 0)}
         found = plan({"a": {UP: tensor, down: tensor}}, {"a": [UP, down]}, slices)
         assert len(found.places) == places and found.held == 2048
-    assert found.names["a"][down] == Piece("d", Slice(1, ((0, 16),)))
+    assert found.names["a"][down] == HeldSlice("d", Slice(1, ((0, 16),)))
 
 
 @given(
@@ -85,7 +85,7 @@ def test_places_are_aligned_apart_and_enough(
     assert found.nbytes == end
     assert found.arena(granularity) % granularity == 0 and 0 <= found.arena(granularity) - end < granularity
     for model, name in held:
-        piece = found.names[model][name]
-        assert piece.digest == tensors[model][name].digest
-        assert found.places[piece].shape == sliced(size, size - 1)[model].of(name).shape(tensors[model][name].shape)
-    assert {p for pieces in found.names.values() for p in pieces.values()} == set(found.places)
+        held = found.names[model][name]
+        assert held.digest == tensors[model][name].digest
+        assert found.places[held].shape == sliced(size, size - 1)[model].of(name).shape(tensors[model][name].shape)
+    assert {p for slices in found.names.values() for p in slices.values()} == set(found.places)

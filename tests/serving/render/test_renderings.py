@@ -93,7 +93,8 @@ def test_every_container_reads_the_export_and_writes_nothing_there(
         service = compose["services"][member.host_name]
         (volume,) = service["volumes"]
         assert volume == {"type": "bind", "source": str(export.root), "target": "/export", "read_only": True}
-        assert service["image"] == "registry/vllm:1" and service["ports"] == [f"{member.port}:{member.port}"]
+        assert service["image"] == "registry/vllm:1"
+        assert service["ports"] == [f"127.0.0.1:{member.port}:{member.port}"]  # and at no other address of the host
         assert service["entrypoint"] == list(member.command(Path("/export"), python="python3", host="0.0.0.0"))
         assert not any(str(export.root) in word for word in service["entrypoint"])
         assert service.get("depends_on") == (before and {before: {"condition": "service_healthy"}})

@@ -11,7 +11,7 @@ from sandhi_core.errors import CheckpointError, PreflightError
 from sandhi_core.serving.mapped import MappedModel
 from sandhi_core.serving.slices import Slices, matrices
 from sandhi_core.serving.vllm_plugin.pieces import Piece, pieces
-from sandhi_core.serving.vllm_plugin.provider import Files, Owner, Source, external_bytes, opened
+from sandhi_core.serving.vllm_plugin.provider import Files, OwnerMemory, Source, external_bytes, opened
 from tests.exported import DOWN, GATE, RANKS, UP, VECTORS, make_case, make_models
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_an_owner_hands_out_what_it_holds_for_a_rank(model: MappedModel, size: i
         held = slices(model, size, rank)
         for name, tensor in ((GATE, model.tensor(GATE)), (DOWN, model.tensor(DOWN))):
             (piece,) = pieces(name, tuple(tensor.shape), held.of(name))
-            owner = Owner(model, Held(**{name.split(".")[-2]: held.of(name).of(tensor)}))
+            owner = OwnerMemory(model, Held(**{name.split(".")[-2]: held.of(name).of(tensor)}))
             assert torch.equal(owner.tensor(piece), piece.of(tensor))
 
 
@@ -90,7 +90,7 @@ def test_an_owner_for_another_number_of_ranks_is_refused(model: MappedModel) -> 
     (piece,) = pieces(GATE, (48, 32), slices(model, 2, 1).of(GATE))
     held = Held(gate_proj=model.tensor(GATE)[:12])
     with pytest.raises(CheckpointError, match=r"the owner holds \[12, 32\].* needs \[24, 32\].*--tensor-parallel"):
-        Owner(model, held).tensor(piece)
+        OwnerMemory(model, held).tensor(piece)
 
 
 def test_a_model_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
