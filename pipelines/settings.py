@@ -49,6 +49,12 @@ class Settings:
     def pool_files(self) -> list[Path]:
         return sorted(self.pools.glob("*.yaml")) if self.pools.is_dir() else [self.pools]
 
+    def given_files(self) -> list[Path]:
+        """The pool files that a command was given. Raises UsageError where a directory holds none."""
+        if files := self.pool_files():
+            return files
+        raise UsageError("the directory holds no pool file (*.yaml)", file=str(self.pools), remedy="name a pool file")
+
     def artifacts(self) -> Artifacts:
         return Artifacts(self.root)
 
