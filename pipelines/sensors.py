@@ -72,8 +72,11 @@ def _requests(
     failed: list[Run] = []
     requested = 0
     for run in runs(apart(planner.graph, frontier, busy)):
-        key = _run_key(context, run, frontier[run.stages[0], run.key])
-        if context.instance.get_runs(dg.RunsFilter(tags={RUN_KEY_TAG: key}), limit=1):
+        wanted = frontier[run.stages[0], run.key]
+        last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
+        key = _run_key(run, wanted, last)
+        tried = context.instance.get_runs(dg.RunsFilter(tags={RUN_KEY_TAG: key}), limit=1)
+        if tried or (_today(last) and artifacts.failed((run.stages[0], run.key)) == wanted):
             failed.append(run)
             continue
         requested += 1
@@ -97,12 +100,16 @@ def apart(graph: Mapping[Node, Sequence[Node]], frontier: Mapping[Node, str], bu
     return [node for node in frontier if node not in unknown]
 
 
-def _run_key(context: dg.SensorEvaluationContext, run: Run, wanted: str) -> str:
+def _run_key(run: Run, wanted: str, last: dg.EventLogRecord | None) -> str:
     """A run key is used once for ever. The last materialisation is part of it, because weights that go from A to B and
     back to A must be rebuilt; and the day, so that what failed is tried again."""
-    last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
     after = str(last.storage_id if last else 0)
     return ":".join([run.stages[0], run.key, wanted, after, str(date.today())])
+
+
+def _today(last: dg.EventLogRecord | None) -> bool:
+    """Whether the last materialisation, which a proof that fails is too, was made today."""
+    return last is not None and date.fromtimestamp(last.timestamp) == date.today()
 
 
 def _why_nothing(catalogue: Catalogue, settings: Settings, failed: Sequence[Run], busy: set[Node]) -> str:

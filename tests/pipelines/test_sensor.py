@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -26,7 +26,8 @@ from resources.running import running
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.errors import UsageError
 from sandhi_core.graph import Node
-from tests.pipelines.conftest import PoolWriter
+from tests.pipelines.conftest import Line, PoolWriter
+from tests.pipelines.life import copied
 
 STARTED = [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]
 
@@ -66,6 +67,17 @@ class Watched:
         chosen = frozenset(request.asset_selection or [])
         return self.instance.create_run_for_job(
             job, tags=tags, status=dg.DagsterRunStatus.STARTED, asset_selection=chosen
+        )
+
+    def executed(self, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
+        """A run of a request, to its end."""
+        return self.definitions.resolve_job_def(request.job_name or "").execute_in_process(
+            instance=self.instance,
+            partition_key=request.partition_key,
+            asset_selection=list(request.asset_selection or []),
+            tags={**request.tags, "dagster/run_key": request.run_key or ""},
+            run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+            raise_on_error=False,
         )
 
 
@@ -125,6 +137,35 @@ def test_a_failure_is_left_until_tomorrow_and_the_deployment_named(settings: Set
         said = location.tick().said
     assert said is not None and said.startswith("checkpoint of a, checkpoint of b failed, to be tried again tomorrow")
     assert said.endswith("; tiny was never deployed")
+
+
+@pytest.mark.slow
+def test_a_proof_that_failed_is_left_until_tomorrow(
+    tiny_line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a materialisation like one that passed, and so another one after every try."""
+    settings = Settings(tiny_line.pool, copied(tiny_line.root, tmp_path), retry_seconds=0)
+    (specification,) = settings.root.glob("exports/tiny/*/deployment.json")
+    specification.unlink()
+    damaged = next(specification.parent.glob("a/*.safetensors"))
+    damaged.chmod(0o644)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    proof = {("sharing_proof", "tiny"), ("deployment", "tiny")}
+    with watched(settings) as location:
+        first = location.tick()
+        assert first.nodes == proof
+        assert not location.executed(first.requests[0]).success
+        said = location.tick().said
+        assert said is not None and said.startswith("sharing_proof of tiny failed, to be tried again tomorrow")
+        monkeypatch.setattr("pipelines.sensors.date", Tomorrow)
+        assert location.tick().nodes == proof
+
+
+class Tomorrow(date):
+    @classmethod
+    def today(cls) -> "Tomorrow":
+        found = super().today() + timedelta(days=1)
+        return cls(found.year, found.month, found.day)
 
 
 def test_it_waits_for_a_build_from_the_command_line(settings: Settings) -> None:
