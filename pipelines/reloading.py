@@ -1,6 +1,7 @@
 """When the code location must be loaded anew, and how: partitions and schedules come from pool files as it loads."""
 
 import json
+from dataclasses import replace
 from urllib.request import Request, urlopen
 
 from sandhi_core.graph import STAGES, Catalogue
@@ -19,8 +20,11 @@ mutation ($name: String!) {
 """
 
 
-def outdated(loaded: Catalogue, current: Catalogue) -> bool:
-    """Whether pool files name other pools, models or times of rebuilding than those that were loaded."""
+def outdated(loaded: Catalogue, current: Catalogue, *, missing: bool = False) -> bool:
+    """Whether pool files name other pools, models or times of rebuilding than those that were loaded. Where some cannot
+    be read now, pools that are `missing` may be theirs."""
+    if missing:
+        loaded = replace(loaded, pools={name: pool for name, pool in loaded.pools.items() if name in current.pools})
     return _loaded(loaded) != _loaded(current)
 
 

@@ -11,8 +11,7 @@ from pipelines.instance import HEADLESS_TAG, UNFINISHED, end_dead_runs, set_slot
 from pipelines.jobs import Run, StageJob, nodes_of, runs
 from pipelines.reloading import BY_HAND, outdated, reload_location
 from pipelines.settings import Settings
-from sandhi_core.catalogue import Planner, load_catalogue
-from sandhi_core.errors import SandhiError
+from sandhi_core.catalogue import Planner, load_usable
 from sandhi_core.graph import Catalogue, Node
 
 LOCATION = "pipelines.definitions"
@@ -31,13 +30,12 @@ def rebuild_sensor(
         description="Starts what is stale and does not wait for a run under way; tries what failed again the next day.",
     )
     def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
-        try:
-            current = load_catalogue(settings.pool_files())
-        except SandhiError as error:
-            yield dg.SkipReason(str(error))
-            return
-        if outdated(catalogue, current):
-            yield dg.SkipReason(f"pool files changed in what is read once: {_reloaded(context, settings)}")
+        current, refused = load_usable(settings.pool_files())
+        notes = [f"left out: {error.problem.line()}" for error in refused]
+        for note in notes:
+            context.log.warning(note)
+        if outdated(catalogue, current, missing=bool(refused)):
+            yield _skip(f"pool files changed in what is read once: {_reloaded(context, settings)}", notes)
             return
         if slots is not None:
             set_slots(context.instance, slots)
@@ -45,7 +43,7 @@ def rebuild_sensor(
         silence = 60 + 2**RETRIES * settings.retry_seconds
         for run_id in end_dead_runs(context.instance, settings.artifacts(), silence):
             context.log.warning(f"run {run_id} ended with the process that ran it")
-        yield from _requests(context, current, settings)
+        yield from _requests(context, current, settings, notes)
 
     return rebuild_stale
 
@@ -57,12 +55,16 @@ def _reloaded(context: dg.SensorEvaluationContext, settings: Settings) -> str:
     return reload_location(settings.webserver, LOCATION if origin is None else origin.location_name)
 
 
+def _skip(reason: str, notes: Sequence[str]) -> dg.SkipReason:
+    return dg.SkipReason("; ".join([reason, *notes]))
+
+
 def _requests(
-    context: dg.SensorEvaluationContext, catalogue: Catalogue, settings: Settings
+    context: dg.SensorEvaluationContext, catalogue: Catalogue, settings: Settings, notes: Sequence[str]
 ) -> Iterator[dg.RunRequest | dg.SkipReason]:
     artifacts = settings.artifacts()
     if artifacts.in_use:
-        yield dg.SkipReason("`sandhi build` is at work in this artifact root")
+        yield _skip("`sandhi build` is at work in this artifact root", notes)
         return
     planner = Planner(catalogue, artifacts)
     frontier = planner.schedule().frontier
@@ -88,7 +90,7 @@ def _requests(
             tags=run.tags(catalogue),
         )
     if not requested:
-        yield dg.SkipReason(_why_nothing(catalogue, settings, failed, busy))
+        yield _skip(_why_nothing(catalogue, settings, failed, busy), notes)
 
 
 def apart(graph: Mapping[Node, Sequence[Node]], frontier: Mapping[Node, str], busy: set[Node]) -> list[Node]:

@@ -47,7 +47,10 @@ class Settings:
         )
 
     def pool_files(self) -> list[Path]:
-        return sorted(self.pools.glob("*.yaml")) if self.pools.is_dir() else [self.pools]
+        """Of a directory those whose names do not begin with a dot: they are other tools'."""
+        if not self.pools.is_dir():
+            return [self.pools]
+        return sorted(file for file in self.pools.glob("*.yaml") if file.name[0] != ".")
 
     def given_files(self) -> list[Path]:
         """The pool files that a command was given. Raises UsageError where a directory holds none."""

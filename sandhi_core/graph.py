@@ -6,7 +6,7 @@ so they cannot disagree. Nothing here reads a weight or knows a workflow engine.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sandhi_core.errors import PoolError
 from sandhi_core.pools.pool import Base, ModelEntry, Pool
@@ -49,6 +49,13 @@ STAGES: dict[str, Stage] = {
 }
 
 
+class Definition(NamedTuple):
+    """What decides a model's profile, as the pool that is named says it."""
+
+    pool: str
+    inputs: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """Pools as loaded, and for each model the coarse compatibility group that its configuration puts it in."""
@@ -57,17 +64,9 @@ class Catalogue:
     group_of: dict[str, str]  # model to group key
 
     def __post_init__(self) -> None:
-        seen: dict[str, tuple[str, Any]] = {}
+        definitions: dict[str, Definition] = {}
         for pool in self.pools.values():
-            for entry in pool.models:
-                definition = profile_inputs(pool, entry)
-                first = seen.setdefault(entry.name, (pool.name, definition))
-                if first[1] != definition:
-                    raise PoolError(
-                        f"model {entry.name!r} is defined differently in pools {first[0]!r} and {pool.name!r}",
-                        model=entry.name,
-                        remedy="give path, revision, tasks, evaluation and profile alike in both, or rename one",
-                    )
+            definitions = agreed(pool, definitions)
 
     def entry(self, key: str) -> tuple[Pool, ModelEntry]:
         """The entry of a `model` or `pool.model` key (for a bare model, of the first pool that has it)."""
@@ -127,6 +126,20 @@ class Catalogue:
                 yield name, model if STAGES[name].scope == "model" else f"{pool_name}.{model}"
         for name in stage.per_pool:
             yield name, f"{pool_name}.{self.group_of[rest]}" if STAGES[name].scope == "group" else pool_name
+
+
+def agreed(pool: Pool, definitions: Mapping[str, Definition]) -> dict[str, Definition]:
+    """The definitions of models by name, and those of one more pool. Raises PoolError where two differ."""
+    own = {entry.name: Definition(pool.name, profile_inputs(pool, entry)) for entry in pool.models}
+    for name, definition in own.items():
+        first = definitions.get(name, definition)
+        if first.inputs != definition.inputs:
+            raise PoolError(
+                f"model {name!r} is defined differently in pools {first.pool!r} and {pool.name!r}",
+                model=name,
+                remedy="give path, revision, tasks, evaluation and profile alike in both, or rename one",
+            )
+    return {**own, **definitions}
 
 
 def profile_inputs(pool: Pool, entry: ModelEntry) -> dict[str, Any]:

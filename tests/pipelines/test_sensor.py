@@ -23,7 +23,7 @@ from pipelines.sensors import apart
 from pipelines.settings import Settings
 from resources.devices import SCORING
 from resources.running import running
-from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.catalogue import Planner, load_catalogue, load_usable
 from sandhi_core.errors import UsageError
 from sandhi_core.graph import Node
 from tests.pipelines.conftest import Line, PoolWriter
@@ -84,7 +84,7 @@ class Watched:
 @contextmanager
 def watched(settings: Settings) -> Iterator[Watched]:
     with opened_instance(settings.root) as instance:
-        definitions = build_definitions(load_catalogue(settings.pool_files()), settings)
+        definitions = build_definitions(load_usable(settings.pool_files()).catalogue, settings)
         yield Watched(settings, definitions, instance)
 
 
@@ -198,6 +198,31 @@ def test_runs_whose_process_is_gone_are_ended(settings: Settings) -> None:
         ended = location.instance.get_run_by_id(dead.run_id)
         assert ended is not None and ended.status == dg.DagsterRunStatus.FAILURE
         assert [r.run_id for r in location.instance.get_runs(dg.RunsFilter(statuses=STARTED))] == [alive.run_id]
+
+
+def test_a_bad_pool_file_holds_up_its_own_pool_alone_and_is_told_of(settings: Settings, tmp_path: Path) -> None:
+    """Whether it was bad when the code location was loaded, or became so."""
+    folder = tmp_path / "pools"
+    folder.mkdir()
+    text = settings.pools.read_text().replace(" path: ", f" path: {tmp_path}/").replace("path: tasks", "path: /tasks")
+    for name in ("good", "other"):
+        (folder / f"{name}.yaml").write_text(text.replace("name: tiny", f"name: {name}"))
+    (folder / ".pre-commit-config.yaml").write_text("repos: []\n")
+    (folder / "bad.yaml").write_text("name: bad\nmodels: []\n")
+    told = f"left out: error: pool: file {folder}/bad.yaml:2: "
+    with watched(replace(settings, pools=folder)) as location:
+        assert location.tick().nodes == {("checkpoint", "a"), ("checkpoint", "b")}
+        (folder / "other.yaml").write_text("name: other\nmodels: []\n")
+        first = location.tick()
+        assert {request.tags[POOL_TAG] for request in first.requests} == {"good"}
+        for request in first.requests:
+            location.started(request)
+        said = location.tick().said
+        assert said is not None and said.startswith("a run is under way") and told in said and "other.yaml:2" in said
+        (folder / "bad.yaml").unlink()
+        (folder / "other.yaml").unlink()
+        told_at_last = location.tick().said
+        assert told_at_last is not None and told_at_last.startswith("pool files changed in what is read once")
 
 
 EDITED = [{"models": ["a", "b", "c"]}, {"models": ["a", "b"], "rebuild": "30 2 * * 6"}]
