@@ -32,6 +32,11 @@ def rebuild_sensor(
     def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
         current, refused = load_usable(settings.pool_files())
         notes = [f"left out: {error.problem.line()}" for error in refused]
+        notes += [
+            f"the groups of {pool} rest: {', '.join(missing)} cannot be read"
+            for pool in current.pools
+            if (missing := current.unreadable(pool))
+        ]
         for note in notes:
             context.log.warning(note)
         if outdated(catalogue, current, missing=bool(refused)):
@@ -73,7 +78,9 @@ def _requests(
     busy = set[Node]().union(*(nodes_of(run) for run in unfinished if HEADLESS_TAG not in run.tags))
     failed: list[Run] = []
     requested = 0
-    for run in runs(apart(planner.graph, frontier, busy)):
+    # A checkpoint that is being copied, or on a volume that is away, has not left its group.
+    unsettled = {("groups", key) for key in catalogue.keys("group") if catalogue.unreadable(key.partition(".")[0])}
+    for run in runs(apart(planner.graph, frontier, busy | unsettled)):
         wanted = frontier[run.stages[0], run.key]
         last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
         key = _run_key(run, wanted, last)

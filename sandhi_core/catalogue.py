@@ -12,7 +12,7 @@ from sandhi_core.checkpoints.survey_files import SUFFIXES
 from sandhi_core.errors import PoolError, SandhiError
 from sandhi_core.evaluation.conditions import conditions
 from sandhi_core.evaluation.taskfiles import task_identity
-from sandhi_core.graph import Catalogue, Definition, Node, Schedule, agreed, own_inputs, schedule
+from sandhi_core.graph import UNREADABLE, Catalogue, Definition, Node, Schedule, agreed, own_inputs, schedule
 from sandhi_core.pools.pool import Base, ModelEntry, Pool, load_pool
 
 
@@ -62,7 +62,7 @@ def _group_of(entry: ModelEntry) -> str:
         return group_key(checkpoint.config, max(sorted(set(dtypes)), key=dtypes.count))
     except SandhiError:
         # The graph must load all the same; the `checkpoint` stage of this model reports what is wrong.
-        return "unreadable"
+        return UNREADABLE
 
 
 def checkpoint_identity(entry: ModelEntry | Base) -> Any:

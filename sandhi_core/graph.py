@@ -49,6 +49,10 @@ STAGES: dict[str, Stage] = {
 }
 
 
+UNREADABLE = "unreadable"
+"""The group key of models whose configuration cannot be read: to which group they belong is not known just now."""
+
+
 class Definition(NamedTuple):
     """What decides a model's profile, as the pool that is named says it."""
 
@@ -79,6 +83,10 @@ class Catalogue:
         pool_name, _, group = key.partition(".")
         names = sorted(e.name for e in self.pools[pool_name].models)
         return tuple(n for n in names if not group or self.group_of[n] == group)
+
+    def unreadable(self, pool: str) -> tuple[str, ...]:
+        """Models of a pool that cannot be read just now, and so are missing in their group."""
+        return self.members(f"{pool}.{UNREADABLE}")
 
     def pools_of(self, node: Node) -> tuple[Pool, ...]:
         """The pools that a node is made for: of a model's all that name it."""

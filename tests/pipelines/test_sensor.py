@@ -161,6 +161,31 @@ def test_a_proof_that_failed_is_left_until_tomorrow(
         assert location.tick().nodes == proof
 
 
+@pytest.mark.slow
+def test_a_model_that_cannot_be_read_for_a_while_has_not_left_its_group(tiny_line: Line, tmp_path: Path) -> None:
+    settings = Settings(tiny_line.pool, copied(tiny_line.root, tmp_path), retry_seconds=0)
+    directory = tiny_line.pool.parent / "b"
+    record = settings.artifacts().required(("groups", "tiny.h32-bf16"))
+    with watched(settings) as before:
+        directory.rename(tmp_path / "b")
+        try:
+            with watched(settings) as after:  # whether the code location was loaded before or since
+                assert before.tick().nodes == after.tick().nodes == {("checkpoint", "b")}
+                nightly = dg.RunRequest(
+                    job_name="build_groups", partition_key="tiny.h32-bf16", asset_selection=[dg.AssetKey("groups")]
+                )
+                assert not after.executed(nightly).success
+                (request,) = before.tick().requests
+                assert not before.executed(request).success
+                said = before.tick().said
+        finally:
+            (tmp_path / "b").rename(directory)
+        assert said is not None and said.startswith("checkpoint of b failed")
+        assert said.endswith("; the groups of tiny rest: b cannot be read")
+        assert before.tick().said == "nothing is stale"
+    assert settings.artifacts().required(("groups", "tiny.h32-bf16")) == record
+
+
 class Tomorrow(date):
     @classmethod
     def today(cls) -> "Tomorrow":
