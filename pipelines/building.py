@@ -26,8 +26,8 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     Raises StoreError at once where another build uses the root, PreflightError with all problems before anything is
     scored, BuildError where a stage failed.
     """
-    catalogue = load_catalogue([file])
-    settings = Settings(file, root)
+    settings = Settings.of_command(file, root)
+    catalogue = load_catalogue([file], settings.placed)
     artifacts = settings.artifacts()
     problems: list[Problem] = []
     expected: dict[Node, int] = {}

@@ -57,10 +57,10 @@ def check(file: Path, root: Path, *, regroup: bool = False, headers_only: bool =
 
 def examine(file: Path, root: Path, *, regroup: bool = False, headers_only: bool = False) -> Findings:
     """As `check`, with the cost node by node."""
-    catalogue = load_catalogue([file])
+    settings = Settings.of_command(file, root)
+    catalogue = load_catalogue([file], settings.placed)
     document = read_document(file)
     (pool,) = catalogue.pools.values()
-    settings = Settings(file, root)
     settings.artifacts().directory(SCRATCH)
     scans = settings.artifacts().directory("scans")
     files = [weight_bytes(entry) for entry in pool.models] + [weight_bytes(base) for base in pool.bases]
@@ -71,7 +71,8 @@ def examine(file: Path, root: Path, *, regroup: bool = False, headers_only: bool
     base_problems, bases = _bases(pool, scans, reading, deep=not headers_only)
     problems += base_problems
     problems += _unread(fingerprints, bases) if headers_only else ()
-    problems += check_pool(pool, fingerprints, questions, root, bases)
+    elsewhere = ("device-missing",) if settings.cluster else ()
+    problems += (p for p in check_pool(pool, fingerprints, questions, root, bases) if p.code not in elsewhere)
     problems += disturbed(pool, settings.artifacts())
     problems = [_placed(problem, file, document, pool) for problem in problems]
     problems.sort(key=lambda p: (p.severity != "error", rank(p.code), p.model or ""))

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import dagster as dg
 from dagster._config import process_config
 
+from pipelines.settings import CLUSTER
 from sandhi_core.errors import UsageError
 
-CLUSTER = "SANDHI_CLUSTER"
 NEEDS = "SANDHI_SCORING"
 
 

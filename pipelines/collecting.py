@@ -21,8 +21,8 @@ def collect(path: Path, root: Path, *, keep: int = 1, gone: bool = False, apply:
     Raises UsageError where there is no pool file, PoolError for one that cannot be read (nothing is removed then),
     StoreError where nothing was built in the root, where a build or a stage runs in it, or for what cannot be removed.
     """
-    settings = Settings(path, root)
-    catalogue = load_catalogue(settings.given_files())
+    settings = Settings.of_command(path, root)
+    catalogue = load_catalogue(settings.given_files(), settings.placed)
     artifacts = settings.artifacts()
     if not (root / "records").is_dir():
         remedy = "give the --root in which the pools were built"

@@ -9,7 +9,7 @@ from pipelines.settings import Settings
 from sandhi_core.catalogue import load_usable
 
 _settings = Settings.from_environment()
-_catalogue, _refused = load_usable(_settings.pool_files())
+_catalogue, _refused = load_usable(_settings.pool_files(), _settings.placed)
 for _error in _refused:
     print(f"left out: {_error}", file=sys.stderr)
 defs = build_definitions(_catalogue, _settings, cluster=Cluster.from_environment())

@@ -35,9 +35,10 @@ def report_pool(file: Path, root: Path) -> Path:
 
     Raises StoreError where none has: a root in which the pool was never built is most likely the wrong one.
     """
-    catalogue = load_catalogue([file])
+    settings = Settings.of_command(file, root)
+    catalogue = load_catalogue([file], settings.placed)
     (name,) = catalogue.pools
-    artifacts = Settings(file, root).artifacts()
+    artifacts = settings.artifacts()
     data = gather(catalogue, name, artifacts)
     if not any(getattr(data, part.name) for part in fields(data) if part.name not in _NO_RECORDS):
         raise StoreError(

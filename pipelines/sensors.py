@@ -30,7 +30,7 @@ def rebuild_sensor(
         description="Starts what is stale and does not wait for a run under way; tries what failed again the next day.",
     )
     def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
-        current, refused = load_usable(settings.pool_files())
+        current, refused = load_usable(settings.pool_files(), settings.placed)
         notes = [f"left out: {error.problem.line()}" for error in refused]
         notes += [
             f"the groups of {pool} rest: {', '.join(missing)} cannot be read"

@@ -1,6 +1,6 @@
 """Pool files become a catalogue, and the catalogue with an artifact root a schedule of what is stale."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,9 @@ from sandhi_core.evaluation.taskfiles import task_identity
 from sandhi_core.graph import UNREADABLE, Catalogue, Definition, Node, Schedule, agreed, own_inputs, schedule
 from sandhi_core.pools.pool import Base, ModelEntry, Pool, load_pool
 
+Placed = Callable[[Pool], Pool]
+"""The pool with the device that it is scored on. Raises PoolError where that cannot be told."""
+
 
 class Usable(NamedTuple):
     """What could be read of pool files, and why the others are left out."""
@@ -23,22 +26,22 @@ class Usable(NamedTuple):
     refused: tuple[PoolError, ...]
 
 
-def load_catalogue(files: Iterable[Path]) -> Catalogue:
+def load_catalogue(files: Iterable[Path], placed: Placed = lambda pool: pool) -> Catalogue:
     """Read pool files. Raises PoolError for a bad file, or where two pools have one name or contradict each other."""
-    catalogue, refused = load_usable(files)
+    catalogue, refused = load_usable(files, placed)
     if refused:
         raise refused[0]
     return catalogue
 
 
-def load_usable(files: Iterable[Path]) -> Usable:
+def load_usable(files: Iterable[Path], placed: Placed = lambda pool: pool) -> Usable:
     """Read pool files, of which a bad one, or one that contradicts another before it, holds up nobody else's pool."""
     pools: dict[str, Pool] = {}
     definitions: dict[str, Definition] = {}
     refused: list[PoolError] = []
     for file in sorted(files):
         try:
-            pool = load_pool(file)
+            pool = placed(load_pool(file))
             if pool.name in pools:
                 raise PoolError(
                     f"two pool files define a pool named {pool.name!r}",

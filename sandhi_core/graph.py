@@ -97,12 +97,7 @@ class Catalogue:
 
     def on(self, device: str) -> "Catalogue":
         """The same with every model scored on `device`."""
-        update = {"device": device}
-        moved = {
-            n: p.model_copy(update={"evaluation": p.evaluation.model_copy(update=update)})
-            for n, p in self.pools.items()
-        }
-        return replace(self, pools=moved)
+        return replace(self, pools={name: pool.on(device) for name, pool in self.pools.items()})
 
     def keys(self, scope: Scope) -> tuple[str, ...]:
         pairs = [(p.name, e.name) for p in self.pools.values() for e in p.models]

@@ -23,8 +23,8 @@ from dagster._core.launcher import LaunchRunContext
 from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
 
 from pipelines.assembly import build_definitions
-from pipelines.cluster import CLUSTER, NEEDS, Cluster
-from pipelines.settings import Settings
+from pipelines.cluster import NEEDS, Cluster
+from pipelines.settings import CLUSTER, Settings
 from sandhi_core.catalogue import load_catalogue
 from sandhi_core.errors import UsageError
 from tests.pipelines.conftest import PoolWriter

@@ -16,11 +16,13 @@ from dagster._core.storage.tags import PARTITION_NAME_TAG
 
 from assets.stage import REGROUP_TAG
 from pipelines.assembly import build_definitions
+from pipelines.building import dry_run
+from pipelines.checking import check
 from pipelines.instance import _FORMER_SETTINGS, dagster_home, end_dead_runs, opened_instance, set_slots
 from pipelines.jobs import MODEL_TAG, POOL_TAG, nodes_of, runs
 from pipelines.reloading import reload_location
 from pipelines.sensors import apart
-from pipelines.settings import Settings
+from pipelines.settings import CLUSTER, Settings
 from resources.devices import SCORING
 from resources.running import running
 from sandhi_core.catalogue import Planner, load_catalogue, load_usable
@@ -84,7 +86,7 @@ class Watched:
 @contextmanager
 def watched(settings: Settings) -> Iterator[Watched]:
     with opened_instance(settings.root) as instance:
-        definitions = build_definitions(load_usable(settings.pool_files()).catalogue, settings)
+        definitions = build_definitions(load_usable(settings.pool_files(), settings.placed).catalogue, settings)
         yield Watched(settings, definitions, instance)
 
 
@@ -209,6 +211,42 @@ def test_the_slots_are_as_many_as_devices(settings: Settings) -> None:
         assert limit(location.instance) == 3
         set_slots(location.instance, 1)
         assert limit(location.instance) == 1
+
+
+def test_what_devices_score_is_fresh_whatever_else_the_machine_has(
+    tiny_pool: PoolWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with a GPU whose slots are on the processor: the fingerprint says what scored, for everybody."""
+    pool = tiny_pool(["a"], evaluation={"include_path": "tasks", "threads": 1})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("SANDHI_DEVICES", "cpu,cpu")
+    settings = Settings(pool, tmp_path / "root", devices=("cpu", "cpu"))
+    with watched(settings) as location:
+        for stage in ("checkpoint", "profile"):
+            (request,) = location.tick().requests
+            assert request.job_name == f"build_{stage}" and location.executed(request).success
+        scoring = settings.artifacts().required(("profile", "a")).own["scoring"]["conditions"]
+        assert (scoring["device"], scoring["dtype"]) == ("cpu", "torch.float32")
+        assert location.tick().nodes == {("groups", "tiny.h32-bf16")}
+    assert dry_run(pool, settings.root)["stale"] == [["groups", "tiny.h32-bf16"]]
+
+
+def test_a_cluster_s_pools_say_what_scores_them(
+    tiny_pool: PoolWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sensor's machine has no GPU, and what it planned by its own would never be what a worker did."""
+    pool = tiny_pool(["a"], evaluation={"include_path": "tasks"})
+    settings = Settings(pool, tmp_path / "root", cluster=True)
+    with watched(settings) as location:
+        said = location.tick().said
+        assert said is not None and "evaluation.device of pool tiny is auto" in said and "{device: cuda}" in said
+    monkeypatch.setenv(CLUSTER, "kubernetes")
+    with pytest.raises(UsageError, match="is auto"):
+        check(pool, settings.root)
+    tiny_pool(["a"], evaluation={"include_path": "tasks", "device": "cuda"})
+    with watched(settings) as location:
+        assert location.tick().nodes == {("checkpoint", "a")}
+    assert not [p for p in check(pool, settings.root)["problems"] if p["code"] == "device-missing"]
 
 
 def test_runs_whose_process_is_gone_are_ended(settings: Settings) -> None:
