@@ -7,6 +7,7 @@ from functools import cache, partial
 from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.checkpoints.scan import row_statistics
+from sandhi_core.errors import CheckpointError
 from sandhi_core.graph import evidence_rule
 from sandhi_core.grouping.besides import besides
 from sandhi_core.grouping.groups import make_groups
@@ -23,6 +24,12 @@ from sandhi_core.rungs.offers import TOLD_EVERY, Offers
 def run(job: Job) -> Outcome:
     catalogue, artifacts = job.bench.catalogue, job.bench.artifacts
     pool = catalogue.pools[job.pool]
+    if missing := catalogue.unreadable(pool.name):
+        raise CheckpointError(
+            "cannot be read, so that its group would be formed without it",
+            model=missing[0],
+            remedy="make its checkpoint readable, or take it out of the pool file",
+        )
     models = catalogue.members(job.key)
     grouping = pool.grouping
     earlier = None

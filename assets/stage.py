@@ -182,7 +182,7 @@ class StageAsset:
         from resources.bench import Bench  # late, as _module is
         from sandhi_core.forecast import bound
 
-        planner = Planner(catalogue, artifacts)
+        planner = Planner(placed, artifacts)  # a fingerprint says what scored
         node: Node = (self.name, context.partition_key)
         started = time.monotonic()
         telling = Telling(bound(catalogue, artifacts, node) if self.scores else 0, context.log.info)

@@ -26,8 +26,8 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
     Raises StoreError at once where another build uses the root, PreflightError with all problems before anything is
     scored, BuildError where a stage failed.
     """
-    catalogue = load_catalogue([file])
-    settings = Settings(file, root)
+    settings = Settings.of_command(file, root)
+    catalogue = load_catalogue([file], settings.placed)
     artifacts = settings.artifacts()
     problems: list[Problem] = []
     expected: dict[Node, int] = {}
@@ -37,9 +37,10 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
         if regroup or Planner(catalogue, artifacts).schedule().frontier:
             from pipelines.checking import examine  # loads lm-eval, which a build with nothing to do need not wait for
 
-            findings, expected = examine(file, root, regroup=regroup)
-            problems = [Problem.model_validate(p) for p in findings["problems"]]
-            if not findings["ok"]:
+            findings = examine(file, root, regroup=regroup)
+            expected = findings.evaluations
+            problems = [Problem.model_validate(p) for p in findings.document["problems"]]
+            if not findings.document["ok"]:
                 raise PreflightError(problems)
             for warning in problems:
                 print(warning.line(), file=sys.stderr)
@@ -58,23 +59,16 @@ def build_pool(file: Path, root: Path, *, regroup: bool = False) -> dict[str, An
 def dry_run(file: Path, root: Path, *, regroup: bool = False, headers_only: bool = False) -> dict[str, Any]:
     """What a build would run (`stale`), what that may make stale (`waiting`), and the cost of both at most.
     `headers_only`: as checking.check."""
-    catalogue = load_catalogue([file])
-    artifacts = Settings(file, root).artifacts()
-    schedule = Planner(catalogue, artifacts).schedule(catalogue.regrouped(regroup))
-    from pipelines.checking import check
+    from pipelines.checking import examine
 
-    findings = check(file, root, regroup=regroup, headers_only=headers_only)
+    document, schedule, _ = examine(file, root, regroup=regroup, headers_only=headers_only)
     return {
-        "ok": findings["ok"],
-        "problems": findings["problems"],
-        "stale": _listed(schedule.frontier),
-        "waiting": _listed(schedule.waiting),
-        "plan": findings["plan"],
+        "ok": document["ok"],
+        "problems": document["problems"],
+        "stale": [list(node) for node in schedule.frontier],
+        "waiting": [list(node) for node in schedule.waiting],
+        "plan": document["plan"],
     }
-
-
-def _listed(nodes: "dict[Node, str] | tuple[Node, ...]") -> list[list[str]]:
-    return [list(node) for node in nodes]
 
 
 def summary(catalogue: Catalogue, artifacts: Artifacts, name: str, report: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`sandhi check`: everything that must hold before the first evaluation, and what a build would cost."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +10,11 @@ from pipelines.scratch import SCRATCH
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_catalogue, weight_bytes
 from sandhi_core.codes import rank
+from sandhi_core.costs import Cost
 from sandhi_core.errors import Problem, SandhiError
 from sandhi_core.evaluation.tasks import SPLITS, load_tasks
 from sandhi_core.forecast import costs, forecast
-from sandhi_core.graph import Catalogue, Node
+from sandhi_core.graph import Catalogue, Node, Schedule
 from sandhi_core.neighbours import disturbed
 from sandhi_core.pools.file import Document, read_document
 from sandhi_core.pools.pool import Pool
@@ -37,9 +38,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 class Findings(NamedTuple):
-    """What is answered, and of every stale node how many evaluations it takes at most."""
+    """What is answered, what is stale, and of every stale node how many evaluations it takes at most."""
 
     document: dict[str, Any]
+    schedule: Schedule
     evaluations: dict[Node, int]
 
 
@@ -55,10 +57,10 @@ def check(file: Path, root: Path, *, regroup: bool = False, headers_only: bool =
 
 def examine(file: Path, root: Path, *, regroup: bool = False, headers_only: bool = False) -> Findings:
     """As `check`, with the cost node by node."""
-    catalogue = load_catalogue([file])
+    settings = Settings.of_command(file, root)
+    catalogue = load_catalogue([file], settings.placed)
     document = read_document(file)
     (pool,) = catalogue.pools.values()
-    settings = Settings(file, root)
     settings.artifacts().directory(SCRATCH)
     scans = settings.artifacts().directory("scans")
     files = [weight_bytes(entry) for entry in pool.models] + [weight_bytes(base) for base in pool.bases]
@@ -69,19 +71,20 @@ def examine(file: Path, root: Path, *, regroup: bool = False, headers_only: bool
     base_problems, bases = _bases(pool, scans, reading, deep=not headers_only)
     problems += base_problems
     problems += _unread(fingerprints, bases) if headers_only else ()
-    problems += check_pool(pool, fingerprints, questions, root, bases)
+    elsewhere = ("device-missing",) if settings.cluster else ()
+    problems += (p for p in check_pool(pool, fingerprints, questions, root, bases) if p.code not in elsewhere)
     problems += disturbed(pool, settings.artifacts())
     problems = [_placed(problem, file, document, pool) for problem in problems]
     problems.sort(key=lambda p: (p.severity != "error", rank(p.code), p.model or ""))
     schedule = Planner(catalogue, settings.artifacts()).schedule(catalogue.regrouped(regroup))
     stale = [*schedule.frontier, *schedule.waiting]  # what waits for something stale is counted as stale
+    each = costs(catalogue, pool, fingerprints, stale)
     answer = {
         "ok": all(p.severity != "error" for p in problems),
         "problems": [p.model_dump(mode="json") for p in problems],
-        "plan": _cost(catalogue, pool, fingerprints, stale),
+        "plan": _cost(catalogue, pool, fingerprints, each.values()),
     }
-    each = costs(catalogue, pool, fingerprints, stale)
-    return Findings(answer, {node: cost.evaluations for node, cost in each.items()})
+    return Findings(answer, schedule, {node: cost.evaluations for node, cost in each.items()})
 
 
 def _placed(problem: Problem, file: Path, document: Document, pool: Pool) -> Problem:
@@ -95,9 +98,11 @@ def _placed(problem: Problem, file: Path, document: Document, pool: Pool) -> Pro
     return problem.model_copy(update={"file": f"{shown_path(file)}:{line}"})
 
 
-def _cost(catalogue: Catalogue, pool: Pool, fingerprints: dict[str, Fingerprint], stale: list[Node]) -> dict[str, Any]:
+def _cost(
+    catalogue: Catalogue, pool: Pool, fingerprints: dict[str, Fingerprint], each: Iterable[Cost]
+) -> dict[str, Any]:
     """What the stale nodes would cost at most; models that cannot be read are in no group."""
-    plan = forecast(catalogue, pool, fingerprints, stale)
+    plan = forecast(catalogue, pool, fingerprints, each)
     groups = (g.model_copy(update={"models": tuple(m for m in g.models if m in fingerprints)}) for g in plan.groups)
     return plan.model_copy(update={"groups": tuple(g for g in groups if g.models)}).model_dump(mode="json")
 

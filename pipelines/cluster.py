@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import dagster as dg
 from dagster._config import process_config
 
+from pipelines.settings import CLUSTER
 from sandhi_core.errors import UsageError
 
-CLUSTER = "SANDHI_CLUSTER"
-SCORING = "SANDHI_SCORING"
+NEEDS = "SANDHI_SCORING"
 
 
 def _ray(needs: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Cluster:
                 remedy="unset it: the launcher gives each run its own device",
             )
         launcher = _LAUNCHERS[name]
-        needs = _asked(os.environ.get(SCORING, ""), launcher.scoring)
+        needs = _asked(os.environ.get(NEEDS, ""), launcher.scoring)
         try:
             launcher.validate(needs)
         except ImportError as error:
@@ -113,6 +113,6 @@ def _asked(text: str, default: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refused(why: str) -> UsageError:
     return UsageError(
-        f"{SCORING} is not what a run can ask for: {' '.join(why.split())}",
+        f"{NEEDS} is not what a run can ask for: {' '.join(why.split())}",
         remedy="see docs/scale.md for what each launcher takes",
     )

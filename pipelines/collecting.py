@@ -7,7 +7,7 @@ from typing import Any
 from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import load_catalogue
-from sandhi_core.errors import Problem, SandhiError, StoreError, UsageError
+from sandhi_core.errors import Problem, SandhiError, StoreError
 from sandhi_core.garbage.in_use import InUse, look
 from sandhi_core.garbage.plan import Garbage, garbage
 from sandhi_core.garbage.removal import freed, remove
@@ -21,11 +21,9 @@ def collect(path: Path, root: Path, *, keep: int = 1, gone: bool = False, apply:
     Raises UsageError where there is no pool file, PoolError for one that cannot be read (nothing is removed then),
     StoreError where nothing was built in the root, where a build or a stage runs in it, or for what cannot be removed.
     """
-    files = Settings(path, root).pool_files()
-    if not files:
-        raise UsageError("the directory holds no pool file (*.yaml)", file=str(path), remedy="name a pool file")
-    catalogue = load_catalogue(files)
-    artifacts = Settings(path, root).artifacts()
+    settings = Settings.of_command(path, root)
+    catalogue = load_catalogue(settings.given_files(), settings.placed)
+    artifacts = settings.artifacts()
     if not (root / "records").is_dir():
         remedy = "give the --root in which the pools were built"
         raise StoreError("nothing was built in this artifact root", file=str(root), remedy=remedy)

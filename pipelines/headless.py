@@ -1,7 +1,7 @@
 """The same jobs as in the UI, run in this process until nothing of the given pools is stale."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dagster as dg
@@ -37,7 +37,8 @@ def build(catalogue: Catalogue, settings: Settings, progress: Progress, *, regro
     """
     artifacts = settings.artifacts()
     built = Built()
-    definitions = build_definitions(catalogue, settings, progress.evaluated, progress.told)
+    own = replace(settings, devices=())  # one process needs no slots: it scores where the catalogue says
+    definitions = build_definitions(catalogue, own, progress.evaluated, progress.told)
     with opened_instance(settings.root) as instance:
         clear_dead_runs(instance)
         forced = catalogue.regrouped(regroup)

@@ -1,6 +1,8 @@
 """When the code location must be loaded anew, and how: partitions and schedules come from pool files as it loads."""
 
 import json
+from collections.abc import Collection
+from dataclasses import replace
 from urllib.request import Request, urlopen
 
 from sandhi_core.graph import STAGES, Catalogue
@@ -19,13 +21,20 @@ mutation ($name: String!) {
 """
 
 
-def outdated(loaded: Catalogue, current: Catalogue) -> bool:
-    """Whether pool files name other pools, models or times of rebuilding than those that were loaded."""
-    return _loaded(loaded) != _loaded(current)
+def outdated(loaded: Catalogue, current: Catalogue, *, missing: bool = False) -> bool:
+    """Whether pool files name other pools, models or times of rebuilding than those that were loaded. Where some cannot
+    be read now, pools that are `missing` may be theirs; where a model cannot, its pool's groups may be as they were."""
+    if missing:
+        loaded = replace(loaded, pools={name: pool for name, pool in loaded.pools.items() if name in current.pools})
+    unsettled = {name for name in current.pools if current.unreadable(name)}
+    return _loaded(loaded, unsettled) != _loaded(current, unsettled)
 
 
-def _loaded(catalogue: Catalogue) -> tuple[list[tuple[str, ...]], dict[str, str | None]]:
-    keys = [catalogue.keys(stage.scope) for stage in STAGES.values()]
+def _loaded(catalogue: Catalogue, unsettled: Collection[str]) -> tuple[list[list[str]], dict[str, str | None]]:
+    keys = [
+        [k for k in catalogue.keys(stage.scope) if stage.scope != "group" or k.partition(".")[0] not in unsettled]
+        for stage in STAGES.values()
+    ]
     return keys, {name: pool.rebuild for name, pool in catalogue.pools.items()}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipelines.settings import Settings
 from sandhi_core.catalogue import load_catalogue
-from sandhi_core.errors import Problem, StoreError, UsageError
+from sandhi_core.errors import PoolError, Problem, SandhiError, StoreError
 from sandhi_core.files import writing
 from sandhi_core.report import write_report
 from sandhi_core.report.gathering import gather
@@ -14,16 +14,18 @@ _NO_RECORDS = ("pool", "never", "stale", "waiting")
 
 
 def report(path: Path, root: Path) -> tuple[list[Path], list[Problem]]:
-    """Write the report of a pool file, or of every pool file in a directory; what cannot be reported is a problem."""
-    files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-    if not files:
-        raise UsageError("the directory holds no pool file (*.yaml)", file=str(path), remedy="name a pool file")
-    pages, problems = [], []
-    for file in files:
+    """Write the report of a pool file, or of every pool file in a directory; what cannot be reported is a problem.
+
+    Raises UsageError where a directory holds no pool file, PoolError where the one file that is named is none.
+    """
+    pages, problems = list[Path](), list[Problem]()
+    for file in Settings(path, root).given_files():
         try:
             pages.append(report_pool(file, root))
-        except StoreError as error:
-            problems.append(error.problem)
+        except SandhiError as error:
+            if isinstance(error, PoolError) and file == path:
+                raise
+            problems += error.problems
     return pages, problems
 
 
@@ -33,9 +35,10 @@ def report_pool(file: Path, root: Path) -> Path:
 
     Raises StoreError where none has: a root in which the pool was never built is most likely the wrong one.
     """
-    catalogue = load_catalogue([file])
+    settings = Settings.of_command(file, root)
+    catalogue = load_catalogue([file], settings.placed)
     (name,) = catalogue.pools
-    artifacts = Settings(file, root).artifacts()
+    artifacts = settings.artifacts()
     data = gather(catalogue, name, artifacts)
     if not any(getattr(data, part.name) for part in fields(data) if part.name not in _NO_RECORDS):
         raise StoreError(

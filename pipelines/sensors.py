@@ -11,8 +11,7 @@ from pipelines.instance import HEADLESS_TAG, UNFINISHED, end_dead_runs, set_slot
 from pipelines.jobs import Run, StageJob, nodes_of, runs
 from pipelines.reloading import BY_HAND, outdated, reload_location
 from pipelines.settings import Settings
-from sandhi_core.catalogue import Planner, load_catalogue
-from sandhi_core.errors import SandhiError
+from sandhi_core.catalogue import Planner, load_usable
 from sandhi_core.graph import Catalogue, Node
 
 LOCATION = "pipelines.definitions"
@@ -31,13 +30,17 @@ def rebuild_sensor(
         description="Starts what is stale and does not wait for a run under way; tries what failed again the next day.",
     )
     def rebuild_stale(context: dg.SensorEvaluationContext) -> Iterator[dg.RunRequest | dg.SkipReason]:
-        try:
-            current = load_catalogue(settings.pool_files())
-        except SandhiError as error:
-            yield dg.SkipReason(str(error))
-            return
-        if outdated(catalogue, current):
-            yield dg.SkipReason(f"pool files changed in what is read once: {_reloaded(context, settings)}")
+        current, refused = load_usable(settings.pool_files(), settings.placed)
+        notes = [f"left out: {error.problem.line()}" for error in refused]
+        notes += [
+            f"the groups of {pool} rest: {', '.join(missing)} cannot be read"
+            for pool in current.pools
+            if (missing := current.unreadable(pool))
+        ]
+        for note in notes:
+            context.log.warning(note)
+        if outdated(catalogue, current, missing=bool(refused)):
+            yield _skip(f"pool files changed in what is read once: {_reloaded(context, settings)}", notes)
             return
         if slots is not None:
             set_slots(context.instance, slots)
@@ -45,7 +48,7 @@ def rebuild_sensor(
         silence = 60 + 2**RETRIES * settings.retry_seconds
         for run_id in end_dead_runs(context.instance, settings.artifacts(), silence):
             context.log.warning(f"run {run_id} ended with the process that ran it")
-        yield from _requests(context, current, settings)
+        yield from _requests(context, current, settings, notes)
 
     return rebuild_stale
 
@@ -57,12 +60,16 @@ def _reloaded(context: dg.SensorEvaluationContext, settings: Settings) -> str:
     return reload_location(settings.webserver, LOCATION if origin is None else origin.location_name)
 
 
+def _skip(reason: str, notes: Sequence[str]) -> dg.SkipReason:
+    return dg.SkipReason("; ".join([reason, *notes]))
+
+
 def _requests(
-    context: dg.SensorEvaluationContext, catalogue: Catalogue, settings: Settings
+    context: dg.SensorEvaluationContext, catalogue: Catalogue, settings: Settings, notes: Sequence[str]
 ) -> Iterator[dg.RunRequest | dg.SkipReason]:
     artifacts = settings.artifacts()
     if artifacts.in_use:
-        yield dg.SkipReason("`sandhi build` is at work in this artifact root")
+        yield _skip("`sandhi build` is at work in this artifact root", notes)
         return
     planner = Planner(catalogue, artifacts)
     frontier = planner.schedule().frontier
@@ -71,9 +78,14 @@ def _requests(
     busy = set[Node]().union(*(nodes_of(run) for run in unfinished if HEADLESS_TAG not in run.tags))
     failed: list[Run] = []
     requested = 0
-    for run in runs(apart(planner.graph, frontier, busy)):
-        key = _run_key(context, run, frontier[run.stages[0], run.key])
-        if context.instance.get_runs(dg.RunsFilter(tags={RUN_KEY_TAG: key}), limit=1):
+    # A checkpoint that is being copied, or on a volume that is away, has not left its group.
+    unsettled = {("groups", key) for key in catalogue.keys("group") if catalogue.unreadable(key.partition(".")[0])}
+    for run in runs(apart(planner.graph, frontier, busy | unsettled)):
+        wanted = frontier[run.stages[0], run.key]
+        last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
+        key = _run_key(run, wanted, last)
+        tried = context.instance.get_runs(dg.RunsFilter(tags={RUN_KEY_TAG: key}), limit=1)
+        if tried or (_today(last) and artifacts.failed((run.stages[0], run.key)) == wanted):
             failed.append(run)
             continue
         requested += 1
@@ -85,7 +97,7 @@ def _requests(
             tags=run.tags(catalogue),
         )
     if not requested:
-        yield dg.SkipReason(_why_nothing(catalogue, settings, failed, busy))
+        yield _skip(_why_nothing(catalogue, settings, failed, busy), notes)
 
 
 def apart(graph: Mapping[Node, Sequence[Node]], frontier: Mapping[Node, str], busy: set[Node]) -> list[Node]:
@@ -97,12 +109,16 @@ def apart(graph: Mapping[Node, Sequence[Node]], frontier: Mapping[Node, str], bu
     return [node for node in frontier if node not in unknown]
 
 
-def _run_key(context: dg.SensorEvaluationContext, run: Run, wanted: str) -> str:
+def _run_key(run: Run, wanted: str, last: dg.EventLogRecord | None) -> str:
     """A run key is used once for ever. The last materialisation is part of it, because weights that go from A to B and
     back to A must be rebuilt; and the day, so that what failed is tried again."""
-    last = context.instance.get_latest_data_version_record(dg.AssetKey(run.stages[0]), partition_key=run.key)
     after = str(last.storage_id if last else 0)
     return ":".join([run.stages[0], run.key, wanted, after, str(date.today())])
+
+
+def _today(last: dg.EventLogRecord | None) -> bool:
+    """Whether the last materialisation, which a proof that fails is too, was made today."""
+    return last is not None and date.fromtimestamp(last.timestamp) == date.today()
 
 
 def _why_nothing(catalogue: Catalogue, settings: Settings, failed: Sequence[Run], busy: set[Node]) -> str:

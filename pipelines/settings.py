@@ -4,13 +4,18 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sandhi_core.artifacts import Artifacts
-from sandhi_core.errors import UsageError
+from sandhi_core.errors import PoolError, UsageError
+
+if TYPE_CHECKING:
+    from sandhi_core.pools.pool import Pool
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 LOOK_SECONDS = 30
 RETRY_SECONDS = 30
+CLUSTER = "SANDHI_CLUSTER"
 
 
 def default_root() -> Path:
@@ -29,11 +34,12 @@ class Settings:
     look_seconds: int = LOOK_SECONDS  # at least so long between two looks of the sensor
     retry_seconds: int = RETRY_SECONDS  # to the first retry of what can pass by itself
     webserver: str | None = None  # address at which the sensor has the code location reloaded
+    cluster: bool = False  # whether runs are launched on other machines (pipelines/cluster.py)
 
     @classmethod
     def from_environment(cls) -> "Settings":
         """SANDHI_POOLS (a directory, or one file; by default `pools/` of the checkout), SANDHI_HOME, SANDHI_DEVICES,
-        SANDHI_LOOK_SECONDS, SANDHI_RETRY_SECONDS and SANDHI_WEBSERVER.
+        SANDHI_LOOK_SECONDS, SANDHI_RETRY_SECONDS, SANDHI_WEBSERVER and whether there is a SANDHI_CLUSTER.
 
         Raises UsageError where one of them cannot be what it says.
         """
@@ -44,10 +50,40 @@ class Settings:
             _seconds("SANDHI_LOOK_SECONDS", LOOK_SECONDS),
             _seconds("SANDHI_RETRY_SECONDS", RETRY_SECONDS),
             os.environ.get("SANDHI_WEBSERVER") or None,
+            bool(os.environ.get(CLUSTER)),
         )
 
+    @classmethod
+    def of_command(cls, pools: Path, root: Path) -> "Settings":
+        """Of a command, which must plan for the devices that runs of Dagster score on: SANDHI_DEVICES, SANDHI_CLUSTER.
+
+        Raises UsageError where the first cannot be what it says.
+        """
+        return cls(pools, root, _devices(), cluster=bool(os.environ.get(CLUSTER)))
+
     def pool_files(self) -> list[Path]:
-        return sorted(self.pools.glob("*.yaml")) if self.pools.is_dir() else [self.pools]
+        """Of a directory those whose names do not begin with a dot: they are other tools'."""
+        if not self.pools.is_dir():
+            return [self.pools]
+        return sorted(file for file in self.pools.glob("*.yaml") if file.name[0] != ".")
+
+    def given_files(self) -> list[Path]:
+        """The pool files that a command was given. Raises UsageError where a directory holds none."""
+        if files := self.pool_files():
+            return files
+        raise UsageError("the directory holds no pool file (*.yaml)", file=str(self.pools), remedy="name a pool file")
+
+    def placed(self, pool: "Pool") -> "Pool":
+        """The pool with the kind of device that `auto` is here, so that whoever plans means what scores, on whatever
+        machine and in whatever process. Raises PoolError on a cluster, where only the run would see its device."""
+        if pool.evaluation.device != "auto":
+            return pool
+        if self.cluster:
+            raise PoolError(
+                f"evaluation.device of pool {pool.name} is auto, which each machine of a cluster takes otherwise",
+                remedy="write `evaluation: {device: cuda}`, or cpu where the cluster's runs get no GPU",
+            )
+        return pool.on(self.devices[0].partition(":")[0]) if self.devices else pool
 
     def artifacts(self) -> Artifacts:
         return Artifacts(self.root)

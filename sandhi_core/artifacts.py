@@ -128,11 +128,16 @@ class Artifacts:
         if envelope is None:
             return None
         needed = {"merged_weights": MANIFEST, "sharing_proof": DEPLOYMENT, "deployment": DEPLOYMENT}.get(node[0])
-        if envelope.record.get("passed") is False:
+        if _failed(envelope):
             return None  # a proof that failed is made again
         if needed and not self._sound(envelope, needed):
             return None
         return Stored(envelope.fingerprint, envelope.data_version)
+
+    def failed(self, node: Node) -> str | None:
+        """The inputs, by their fingerprint, of a proof that was made and did not pass."""
+        envelope = self.envelope(node)
+        return envelope.fingerprint if envelope is not None and _failed(envelope) else None
 
     def _sound(self, envelope: Envelope, needed: str) -> bool:
         """Whether an export still has `needed` and every file that its manifest names, each with the size it must
@@ -224,6 +229,10 @@ class Artifacts:
             yield
         finally:
             os.close(handle)
+
+
+def _failed(envelope: Envelope) -> bool:
+    return envelope.record.get("passed") is False
 
 
 def _locked(handle: int) -> bool:

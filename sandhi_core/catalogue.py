@@ -1,9 +1,9 @@
 """Pool files become a catalogue, and the catalogue with an artifact root a schedule of what is stale."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.checkpoints.architecture import group_key
@@ -12,24 +12,49 @@ from sandhi_core.checkpoints.survey_files import SUFFIXES
 from sandhi_core.errors import PoolError, SandhiError
 from sandhi_core.evaluation.conditions import conditions
 from sandhi_core.evaluation.taskfiles import task_identity
-from sandhi_core.graph import Catalogue, Node, Schedule, own_inputs, schedule
+from sandhi_core.graph import UNREADABLE, Catalogue, Definition, Node, Schedule, agreed, own_inputs, schedule
 from sandhi_core.pools.pool import Base, ModelEntry, Pool, load_pool
 
+Placed = Callable[[Pool], Pool]
+"""The pool with the device that it is scored on. Raises PoolError where that cannot be told."""
 
-def load_catalogue(files: Iterable[Path]) -> Catalogue:
-    """Read pool files. Raises PoolError for a bad file, or where two pools have one name."""
+
+class Usable(NamedTuple):
+    """What could be read of pool files, and why the others are left out."""
+
+    catalogue: Catalogue
+    refused: tuple[PoolError, ...]
+
+
+def load_catalogue(files: Iterable[Path], placed: Placed = lambda pool: pool) -> Catalogue:
+    """Read pool files. Raises PoolError for a bad file, or where two pools have one name or contradict each other."""
+    catalogue, refused = load_usable(files, placed)
+    if refused:
+        raise refused[0]
+    return catalogue
+
+
+def load_usable(files: Iterable[Path], placed: Placed = lambda pool: pool) -> Usable:
+    """Read pool files, of which a bad one, or one that contradicts another before it, holds up nobody else's pool."""
     pools: dict[str, Pool] = {}
+    definitions: dict[str, Definition] = {}
+    refused: list[PoolError] = []
     for file in sorted(files):
-        pool = load_pool(file)
-        if pool.name in pools:
-            raise PoolError(
-                f"two pool files define a pool named {pool.name!r}",
-                file=str(file),
-                remedy="rename one of them",
-            )
-        pools[pool.name] = pool
+        try:
+            pool = placed(load_pool(file))
+            if pool.name in pools:
+                raise PoolError(
+                    f"two pool files define a pool named {pool.name!r}",
+                    file=str(file),
+                    remedy="rename one of them",
+                )
+            definitions = agreed(pool, definitions)
+        except PoolError as error:
+            refused.append(error)
+        else:
+            pools[pool.name] = pool
     entries = {entry.name: entry for pool in pools.values() for entry in pool.models}
-    return Catalogue(pools, {name: _group_of(entry) for name, entry in entries.items()})
+    return Usable(Catalogue(pools, {name: _group_of(entry) for name, entry in entries.items()}), tuple(refused))
 
 
 def _group_of(entry: ModelEntry) -> str:
@@ -40,7 +65,7 @@ def _group_of(entry: ModelEntry) -> str:
         return group_key(checkpoint.config, max(sorted(set(dtypes)), key=dtypes.count))
     except SandhiError:
         # The graph must load all the same; the `checkpoint` stage of this model reports what is wrong.
-        return "unreadable"
+        return UNREADABLE
 
 
 def checkpoint_identity(entry: ModelEntry | Base) -> Any:

@@ -1,7 +1,7 @@
 """What building a pool would cost at most, from headers alone: evaluations, bytes read, bytes written."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 
 from sandhi_core.artifacts import Artifacts
@@ -41,9 +41,9 @@ class Forecast(Record):
 
 
 def forecast(
-    catalogue: Catalogue, pool: Pool, fingerprints: Mapping[str, Fingerprint], stale: Collection[Node]
+    catalogue: Catalogue, pool: Pool, fingerprints: Mapping[str, Fingerprint], each: Iterable[Cost]
 ) -> Forecast:
-    """The cost of running the `stale` nodes of one pool, given what its models hold."""
+    """What stale nodes of one pool cost together, `each` as `costs` has it, and what its models could share."""
     shared = met(fingerprints.values())
     groups = tuple(_compatible(catalogue, key, shared) for key in _group_keys(catalogue, pool))
     reason = "no other model has a matrix of this shape, dtype and meaning in this layer"
@@ -51,7 +51,7 @@ def forecast(
         reason = "the pool has one model"
     alone = Counter(s.model for f in fingerprints.values() for s in f.slots if (s.key, s.layer) not in shared)
     return Forecast(
-        **asdict(total(costs(catalogue, pool, fingerprints, stale).values())),
+        **asdict(total(each)),
         groups=groups,
         excluded=tuple(Excluded(model=model, slots=slots, reason=reason) for model, slots in alone.items()),
     )

@@ -6,7 +6,7 @@ so they cannot disagree. Nothing here reads a weight or knows a workflow engine.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sandhi_core.errors import PoolError
 from sandhi_core.pools.pool import Base, ModelEntry, Pool
@@ -49,6 +49,17 @@ STAGES: dict[str, Stage] = {
 }
 
 
+UNREADABLE = "unreadable"
+"""The group key of models whose configuration cannot be read: to which group they belong is not known just now."""
+
+
+class Definition(NamedTuple):
+    """What decides a model's profile, as the pool that is named says it."""
+
+    pool: str
+    inputs: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Catalogue:
     """Pools as loaded, and for each model the coarse compatibility group that its configuration puts it in."""
@@ -57,17 +68,9 @@ class Catalogue:
     group_of: dict[str, str]  # model to group key
 
     def __post_init__(self) -> None:
-        seen: dict[str, tuple[str, Any]] = {}
+        definitions: dict[str, Definition] = {}
         for pool in self.pools.values():
-            for entry in pool.models:
-                definition = profile_inputs(pool, entry)
-                first = seen.setdefault(entry.name, (pool.name, definition))
-                if first[1] != definition:
-                    raise PoolError(
-                        f"model {entry.name!r} is defined differently in pools {first[0]!r} and {pool.name!r}",
-                        model=entry.name,
-                        remedy="give path, revision, tasks, evaluation and profile alike in both, or rename one",
-                    )
+            definitions = agreed(pool, definitions)
 
     def entry(self, key: str) -> tuple[Pool, ModelEntry]:
         """The entry of a `model` or `pool.model` key (for a bare model, of the first pool that has it)."""
@@ -81,6 +84,10 @@ class Catalogue:
         names = sorted(e.name for e in self.pools[pool_name].models)
         return tuple(n for n in names if not group or self.group_of[n] == group)
 
+    def unreadable(self, pool: str) -> tuple[str, ...]:
+        """Models of a pool that cannot be read just now, and so are missing in their group."""
+        return self.members(f"{pool}.{UNREADABLE}")
+
     def pools_of(self, node: Node) -> tuple[Pool, ...]:
         """The pools that a node is made for: of a model's all that name it."""
         stage, key = node
@@ -90,12 +97,7 @@ class Catalogue:
 
     def on(self, device: str) -> "Catalogue":
         """The same with every model scored on `device`."""
-        update = {"device": device}
-        moved = {
-            n: p.model_copy(update={"evaluation": p.evaluation.model_copy(update=update)})
-            for n, p in self.pools.items()
-        }
-        return replace(self, pools=moved)
+        return replace(self, pools={name: pool.on(device) for name, pool in self.pools.items()})
 
     def keys(self, scope: Scope) -> tuple[str, ...]:
         pairs = [(p.name, e.name) for p in self.pools.values() for e in p.models]
@@ -127,6 +129,20 @@ class Catalogue:
                 yield name, model if STAGES[name].scope == "model" else f"{pool_name}.{model}"
         for name in stage.per_pool:
             yield name, f"{pool_name}.{self.group_of[rest]}" if STAGES[name].scope == "group" else pool_name
+
+
+def agreed(pool: Pool, definitions: Mapping[str, Definition]) -> dict[str, Definition]:
+    """The definitions of models by name, and those of one more pool. Raises PoolError where two differ."""
+    own = {entry.name: Definition(pool.name, profile_inputs(pool, entry)) for entry in pool.models}
+    for name, definition in own.items():
+        first = definitions.get(name, definition)
+        if first.inputs != definition.inputs:
+            raise PoolError(
+                f"model {name!r} is defined differently in pools {first.pool!r} and {pool.name!r}",
+                model=name,
+                remedy="give path, revision, tasks, evaluation and profile alike in both, or rename one",
+            )
+    return {**own, **definitions}
 
 
 def profile_inputs(pool: Pool, entry: ModelEntry) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a pool that compares methods is told beforehand."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import pytest
 
 from sandhi_core.costs import GRADIENT_PASSES, INPUT_PASSES, Cost, Costs, moments, spectra, tensors_tried, total
 from sandhi_core.forecast import Forecast, costs, forecast
-from sandhi_core.graph import STAGES, Catalogue
+from sandhi_core.graph import STAGES, Catalogue, Node
 from sandhi_core.pools.pool import Pool
 from sandhi_core.preflight.pool import check_pool
+from sandhi_core.records import Fingerprint
 from sandhi_core.rungs.ladder import MOST_SCORES
 from tests.synthetic import PROJECTIONS, fingerprint
 from tests.test_graph import make_pool
@@ -23,7 +25,11 @@ SETS = 4 * len(PROJECTIONS)
 def foreseen(merging: dict[str, Any], *stages: str, **sections: Any) -> Forecast:
     pool = _pool(merging, **sections)
     catalogue = Catalogue({"p": pool}, dict.fromkeys("abc", "g"))
-    return forecast(catalogue, pool, PRINTS, [node for node in catalogue.graph() if node[0] in stages])
+    return told(catalogue, pool, PRINTS, [node for node in catalogue.graph() if node[0] in stages])
+
+
+def told(catalogue: Catalogue, pool: Pool, prints: Mapping[str, Fingerprint], stale: Collection[Node]) -> Forecast:
+    return forecast(catalogue, pool, prints, costs(catalogue, pool, prints, stale).values())
 
 
 def _pool(merging: dict[str, Any], **sections: Any) -> Pool:
@@ -93,8 +99,8 @@ def test_a_group_that_is_formed_anew_makes_nothing_for_another() -> None:
     pool = make_pool("p", "abcd", merging={"methods": ["mean", "member"]}, search=LADDER)
     catalogue = Catalogue({"p": pool}, {"a": "g", "b": "g", "c": "h", "d": "h"})
     ladders = [("trajectory", f"p.{m}") for m in "abcd"]
-    alone, g = forecast(catalogue, pool, prints, ladders), forecast(catalogue, pool, prints, [("groups", "p.g")])
-    both = forecast(catalogue, pool, prints, [("groups", "p.g"), *ladders])
+    alone, g = told(catalogue, pool, prints, ladders), told(catalogue, pool, prints, [("groups", "p.g")])
+    both = told(catalogue, pool, prints, [("groups", "p.g"), *ladders])
     assert alone.decompositions == 4 * SETS and g.decompositions == 2 * 2 * SETS
     assert both.decompositions == g.decompositions + 2 * SETS
     kept = sum(moments(prints[m]) + spectra(prints[m]) for m in "ab")
@@ -106,8 +112,8 @@ def test_a_group_of_another_pool_counts_for_nothing() -> None:
     catalogue = Catalogue(pools, dict.fromkeys("ab", "g"))
     prints = {m: fingerprint(m) for m in "ab"}
     ladders = [("trajectory", "p.a"), ("trajectory", "p.b")]
-    alone = forecast(catalogue, pools["p"], prints, ladders)
-    assert forecast(catalogue, pools["p"], prints, [("groups", "q.g"), *ladders]) == alone
+    alone = told(catalogue, pools["p"], prints, ladders)
+    assert told(catalogue, pools["p"], prints, [("groups", "q.g"), *ladders]) == alone
 
 
 def test_slots_that_only_another_group_has_in_common_make_no_set() -> None:
@@ -119,7 +125,7 @@ def test_slots_that_only_another_group_has_in_common_make_no_set() -> None:
 def test_costs_of_all_stages_are_what_a_build_from_nothing_takes() -> None:
     pool = _pool({"methods": ["mean", "member"]}, search=LADDER)
     catalogue = Catalogue({"p": pool}, dict.fromkeys("abc", "g"))
-    found = forecast(catalogue, pool, PRINTS, list(catalogue.graph()))
+    found = told(catalogue, pool, PRINTS, list(catalogue.graph()))
     whole = total(Costs(pool, PRINTS, grouped=PRINTS).of(stage, PRINTS) for stage in STAGES)
     assert found.model_dump(include=set(asdict(whole))) == asdict(whole)
     each = costs(catalogue, pool, PRINTS, list(catalogue.graph()))
@@ -149,7 +155,7 @@ def test_models_that_share_nothing_but_norms_climb_a_ladder_too() -> None:
         pool = make_pool("p", "ab", search=LADDER, grouping={"besides": kinds})
         catalogue = Catalogue({"p": pool}, dict.fromkeys("ab", "g"))
         stale = [node for node in catalogue.graph() if node[0] == "holdout"]
-        found[len(kinds)] = forecast(catalogue, pool, prints, stale).evaluations
-        told = {p.code for p in check_pool(pool, prints, None, Path("/"))}
-        assert ("no-partner" in told) == (not kinds)
+        found[len(kinds)] = told(catalogue, pool, prints, stale).evaluations
+        codes = {p.code for p in check_pool(pool, prints, None, Path("/"))}
+        assert ("no-partner" in codes) == (not kinds)
     assert found == {0: 2, 1: 2 * (1 + MOST_SCORES)}

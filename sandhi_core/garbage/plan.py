@@ -73,11 +73,15 @@ def _pools(artifacts: Artifacts) -> set[str]:
 
 def _records(catalogue: Catalogue, artifacts: Artifacts, others: Collection[str]) -> Iterator[Node]:
     """Those of nothing that the pool files have, downstream first. What a model gave by itself is kept while there are
-    pools whose files were not given."""
+    pools whose files were not given; the groups of a pool while one of its models cannot be read, because which group
+    that belongs to is not known."""
     current = {(s, key) for s, stage in STAGES.items() for key in catalogue.keys(stage.scope)}
+    unsettled = {name for name in catalogue.pools if catalogue.unreadable(name)}
     for stage in reversed(STAGES):
+        scope = STAGES[stage].scope
+        left = {*others, *unsettled} if scope == "group" else others
         for key in artifacts.keys(stage):
-            owned = not others if STAGES[stage].scope == "model" else key.partition(".")[0] not in others
+            owned = not others if scope == "model" else key.partition(".")[0] not in left
             if owned and (stage, key) not in current:
                 yield stage, key
 

@@ -352,6 +352,10 @@ class Pool(Section):
         """By model, what serves it."""
         return {entry.name: entry.engine or self.deploy.engine for entry in self.models}
 
+    def on(self, device: str) -> "Pool":
+        """The same with its models scored on `device`."""
+        return self.model_copy(update={"evaluation": self.evaluation.model_copy(update={"device": device})})
+
     def tolerance(self, model: ModelEntry) -> dict[str, float]:
         """Per task the drop up to which the search accepts a step: budgets scaled so that the model's largest
         becomes `search.tolerance` (which is that largest budget unless set)."""

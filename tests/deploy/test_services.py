@@ -1,8 +1,13 @@
 """The files that services are run from (deploy/ at the top), against the schemas of the tools that read them."""
 
 import configparser
+import os
 import re
 import shlex
+import socket
+import subprocess
+import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,12 +15,15 @@ from typing import Any
 import compose_spec
 import pytest
 import yaml
-from dagster import DagsterInvalidConfigError
+from dagster import DagsterInstance, DagsterInvalidConfigError
 from dagster._core.instance.config import dagster_instance_config
+from dagster._core.remote_origin import GrpcServerCodeLocationOrigin
 from dagster._core.workspace.load import location_origins_from_yaml_paths
+from dagster._grpc.client import DagsterGrpcClient
 
 from pipelines.instance import _SETTINGS
 from tests.conftest import CHECKOUT
+from tests.pipelines.conftest import pool_writer
 
 DEPLOY = CHECKOUT / "deploy"
 COMPOSE = (DEPLOY / "compose.yaml").read_text()
@@ -80,6 +88,43 @@ def test_services_find_each_other() -> None:
         assert [v.rpartition(":")[0].rpartition(":")[2] for v in found[name]["volumes"]][1] == "/srv/pools"
     _, _, port = found["webserver"]["ports"][0].split(":")
     assert found["code"]["environment"]["SANDHI_WEBSERVER"] == f"http://webserver:{port}"
+
+
+@pytest.mark.slow
+def test_the_code_service_loads_pool_files_anew_when_it_is_told_to(tmp_path: Path) -> None:
+    """Its own command, for real: what the webserver asks of it where the sensor sees that pool files changed."""
+    write = pool_writer(tmp_path)
+    pool = write(["a"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program, *arguments = services()["code"]["command"]
+    arguments = ["127.0.0.1" if a == "0.0.0.0" else str(port) if a == "4000" else a for a in arguments]
+    (tmp_path / "home").mkdir()
+    homes = {"DAGSTER_HOME": str(tmp_path / "home"), "SANDHI_HOME": str(tmp_path / "root"), "SANDHI_POOLS": str(pool)}
+    command = [str(Path(sys.executable).with_name(program)), *arguments]
+    with subprocess.Popen(command, cwd=CHECKOUT, env={**os.environ, **homes}, stderr=subprocess.DEVNULL) as server:
+        try:
+            client = DagsterGrpcClient(port=port, host="127.0.0.1")
+            assert _schedule(client, port) == "0 3 * * *"
+            write(["a"], rebuild="30 2 * * 6")
+            client.reload_code(timeout=120)
+            assert _schedule(client, port) == ["30 2 * * 6"]
+        finally:
+            server.terminate()
+
+
+def _schedule(client: DagsterGrpcClient, port: int) -> Any:
+    """When the code location that is served rebuilds pools."""
+    deadline = time.monotonic() + 120
+    while client.health_check_query() != "SERVING" and time.monotonic() < deadline:
+        time.sleep(0.2)
+    with (
+        DagsterInstance.ephemeral() as instance,
+        GrpcServerCodeLocationOrigin(host="127.0.0.1", port=port).create_location(instance) as location,
+    ):
+        (repository,) = location.get_repositories().values()
+        return repository.get_schedule("nightly_rebuild").cron_schedule
 
 
 def test_dagster_takes_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

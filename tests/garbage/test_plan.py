@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from sandhi_core.disk import verify_disk
 from sandhi_core.garbage.in_use import InUse
 from sandhi_core.garbage.plan import Garbage, garbage
 from sandhi_core.garbage.removal import remove
+from sandhi_core.graph import UNREADABLE
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, read_manifest
-from sandhi_core.records import MergedWeights
+from sandhi_core.records import Groups, MergedWeights
 from tests.garbage.roots import INPUTS, NOBODY, OLD_INPUTS, Root
 
 
@@ -95,6 +97,19 @@ def test_a_mapped_store_entry_stays(root: Root) -> None:
 def test_where_inputs_are_not_known_they_and_spectra_stay(root: Root) -> None:
     found = garbage(root.catalogue, root.artifacts, NOBODY, keep=0, gone=False, inputs=None)
     assert not {"inputs", "spectrum"} & by_kind(found).keys()
+
+
+def test_groups_stay_while_a_model_of_their_pool_cannot_be_read(root: Root) -> None:
+    groups = Groups(pool="small", key="small.h32-f32", models=(), groups=(), excluded=())
+    root.artifacts.save(("groups", "small.h32-f32"), "", None, groups)
+
+    def goes(group: str) -> bool:
+        elsewhere = dict.fromkeys(root.case.checkpoints, "h48-f32")
+        catalogue = replace(root.catalogue, group_of={**elsewhere, "single": group})
+        found = garbage(catalogue, root.artifacts, NOBODY, keep=1, gone=False, inputs=INPUTS)
+        return "small.h32-f32.json" in by_kind(found)["record"]
+
+    assert goes("h48-f32") and not goes(UNREADABLE)
 
 
 def test_other_pools_stay_unless_they_are_said_to_be_gone(root: Root) -> None:

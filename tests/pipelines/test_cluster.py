@@ -23,8 +23,8 @@ from dagster._core.launcher import LaunchRunContext
 from dagster._core.origin import JobPythonOrigin, RepositoryPythonOrigin
 
 from pipelines.assembly import build_definitions
-from pipelines.cluster import CLUSTER, SCORING, Cluster
-from pipelines.settings import Settings
+from pipelines.cluster import NEEDS, Cluster
+from pipelines.settings import CLUSTER, Settings
 from sandhi_core.catalogue import load_catalogue
 from sandhi_core.errors import UsageError
 from tests.pipelines.conftest import PoolWriter
@@ -48,7 +48,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., "Cluster | None"]:
     """The cluster that an environment names."""
 
     def chosen(name: str | None = None, scoring: str | None = None) -> Cluster | None:
-        for variable, value in {CLUSTER: name, SCORING: scoring}.items():
+        for variable, value in {CLUSTER: name, NEEDS: scoring}.items():
             monkeypatch.delenv(variable, raising=False)
             if value is not None:
                 monkeypatch.setenv(variable, value)

@@ -29,6 +29,7 @@ def environment(tiny_pool: PoolWriter, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_dagster_definitions_validate(environment: dict[str, str]) -> None:
+    """Of a bad pool file too, which is told of and left out: who mends it must find a sensor that sees it."""
     command = [
         str(Path(sys.executable).with_name("dagster")),
         "definitions",
@@ -42,7 +43,7 @@ def test_dagster_definitions_validate(environment: dict[str, str]) -> None:
     pool = Path(environment["SANDHI_POOLS"])
     pool.write_text(yaml.safe_dump(yaml.safe_load(pool.read_text()) | {"nonsense": 1}))
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "nonsense" in done.stdout + done.stderr
+    assert done.returncode == 0 and "left out: error: pool: " in done.stderr and "nonsense" in done.stderr
 
 
 def test_dg_check_defs(environment: dict[str, str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import yaml
 
 from pipelines.reporting import report, report_pool
 from sandhi_core.artifacts import Artifacts
+from sandhi_core.errors import PoolError, UsageError
 from sandhi_core.layout import read_manifest
 from sandhi_core.records import HoldoutScore, OperatingPoints
 from tests.pipelines.conftest import Line, PoolWriter, built, sandhi
@@ -82,6 +83,22 @@ def test_of_a_folder_what_was_built_is_reported_and_what_was_not_is_named(walked
     pages, problems = report(file.parent, artifacts.root)
     assert [page.parent.name for page in pages] == ["pool"]
     assert len(problems) == 1 and "pool other" in problems[0].message
+
+
+def test_of_a_folder_one_bad_file_is_named_and_the_others_are_reported(walked: tuple[Path, Artifacts]) -> None:
+    file, artifacts = walked
+    bad = file.with_name("bad.yaml")
+    bad.write_text("name: bad\nnonsense: 1\nmodels: []\n")
+    pages, problems = report(file.parent, artifacts.root)
+    assert [page.parent.name for page in pages] == ["pool"]
+    assert {problem.file for problem in problems} == {f"{bad}:2", f"{bad}:3"}
+    with pytest.raises(PoolError, match="nonsense"):
+        report(bad, artifacts.root)
+
+
+def test_a_folder_without_a_pool_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no pool file"):
+        report(tmp_path, tmp_path / "root")
 
 
 def test_a_report_says_where_the_pool_file_was_changed_since_or_never_built(

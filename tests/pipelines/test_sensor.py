@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -16,17 +16,20 @@ from dagster._core.storage.tags import PARTITION_NAME_TAG
 
 from assets.stage import REGROUP_TAG
 from pipelines.assembly import build_definitions
+from pipelines.building import dry_run
+from pipelines.checking import check
 from pipelines.instance import _FORMER_SETTINGS, dagster_home, end_dead_runs, opened_instance, set_slots
 from pipelines.jobs import MODEL_TAG, POOL_TAG, nodes_of, runs
 from pipelines.reloading import reload_location
 from pipelines.sensors import apart
-from pipelines.settings import Settings
+from pipelines.settings import CLUSTER, Settings
 from resources.devices import SCORING
 from resources.running import running
-from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.catalogue import Planner, load_catalogue, load_usable
 from sandhi_core.errors import UsageError
 from sandhi_core.graph import Node
-from tests.pipelines.conftest import PoolWriter
+from tests.pipelines.conftest import Line, PoolWriter
+from tests.pipelines.life import copied
 
 STARTED = [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]
 
@@ -68,11 +71,22 @@ class Watched:
             job, tags=tags, status=dg.DagsterRunStatus.STARTED, asset_selection=chosen
         )
 
+    def executed(self, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
+        """A run of a request, to its end."""
+        return self.definitions.resolve_job_def(request.job_name or "").execute_in_process(
+            instance=self.instance,
+            partition_key=request.partition_key,
+            asset_selection=list(request.asset_selection or []),
+            tags={**request.tags, "dagster/run_key": request.run_key or ""},
+            run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+            raise_on_error=False,
+        )
+
 
 @contextmanager
 def watched(settings: Settings) -> Iterator[Watched]:
     with opened_instance(settings.root) as instance:
-        definitions = build_definitions(load_catalogue(settings.pool_files()), settings)
+        definitions = build_definitions(load_usable(settings.pool_files(), settings.placed).catalogue, settings)
         yield Watched(settings, definitions, instance)
 
 
@@ -127,6 +141,60 @@ def test_a_failure_is_left_until_tomorrow_and_the_deployment_named(settings: Set
     assert said.endswith("; tiny was never deployed")
 
 
+@pytest.mark.slow
+def test_a_proof_that_failed_is_left_until_tomorrow(
+    tiny_line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a materialisation like one that passed, and so another one after every try."""
+    settings = Settings(tiny_line.pool, copied(tiny_line.root, tmp_path), retry_seconds=0)
+    (specification,) = settings.root.glob("exports/tiny/*/deployment.json")
+    specification.unlink()
+    damaged = next(specification.parent.glob("a/*.safetensors"))
+    damaged.chmod(0o644)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    proof = {("sharing_proof", "tiny"), ("deployment", "tiny")}
+    with watched(settings) as location:
+        first = location.tick()
+        assert first.nodes == proof
+        assert not location.executed(first.requests[0]).success
+        said = location.tick().said
+        assert said is not None and said.startswith("sharing_proof of tiny failed, to be tried again tomorrow")
+        monkeypatch.setattr("pipelines.sensors.date", Tomorrow)
+        assert location.tick().nodes == proof
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_read_for_a_while_has_not_left_its_group(tiny_line: Line, tmp_path: Path) -> None:
+    settings = Settings(tiny_line.pool, copied(tiny_line.root, tmp_path), retry_seconds=0)
+    directory = tiny_line.pool.parent / "b"
+    record = settings.artifacts().required(("groups", "tiny.h32-bf16"))
+    with watched(settings) as before:
+        directory.rename(tmp_path / "b")
+        try:
+            with watched(settings) as after:  # whether the code location was loaded before or since
+                assert before.tick().nodes == after.tick().nodes == {("checkpoint", "b")}
+                nightly = dg.RunRequest(
+                    job_name="build_groups", partition_key="tiny.h32-bf16", asset_selection=[dg.AssetKey("groups")]
+                )
+                assert not after.executed(nightly).success
+                (request,) = before.tick().requests
+                assert not before.executed(request).success
+                said = before.tick().said
+        finally:
+            (tmp_path / "b").rename(directory)
+        assert said is not None and said.startswith("checkpoint of b failed")
+        assert said.endswith("; the groups of tiny rest: b cannot be read")
+        assert before.tick().said == "nothing is stale"
+    assert settings.artifacts().required(("groups", "tiny.h32-bf16")) == record
+
+
+class Tomorrow(date):
+    @classmethod
+    def today(cls) -> "Tomorrow":
+        found = super().today() + timedelta(days=1)
+        return cls(found.year, found.month, found.day)
+
+
 def test_it_waits_for_a_build_from_the_command_line(settings: Settings) -> None:
     with watched(settings) as location:
         with settings.artifacts().lock():
@@ -145,6 +213,42 @@ def test_the_slots_are_as_many_as_devices(settings: Settings) -> None:
         assert limit(location.instance) == 1
 
 
+def test_what_devices_score_is_fresh_whatever_else_the_machine_has(
+    tiny_pool: PoolWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with a GPU whose slots are on the processor: the fingerprint says what scored, for everybody."""
+    pool = tiny_pool(["a"], evaluation={"include_path": "tasks", "threads": 1})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("SANDHI_DEVICES", "cpu,cpu")
+    settings = Settings(pool, tmp_path / "root", devices=("cpu", "cpu"))
+    with watched(settings) as location:
+        for stage in ("checkpoint", "profile"):
+            (request,) = location.tick().requests
+            assert request.job_name == f"build_{stage}" and location.executed(request).success
+        scoring = settings.artifacts().required(("profile", "a")).own["scoring"]["conditions"]
+        assert (scoring["device"], scoring["dtype"]) == ("cpu", "torch.float32")
+        assert location.tick().nodes == {("groups", "tiny.h32-bf16")}
+    assert dry_run(pool, settings.root)["stale"] == [["groups", "tiny.h32-bf16"]]
+
+
+def test_a_cluster_s_pools_say_what_scores_them(
+    tiny_pool: PoolWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sensor's machine has no GPU, and what it planned by its own would never be what a worker did."""
+    pool = tiny_pool(["a"], evaluation={"include_path": "tasks"})
+    settings = Settings(pool, tmp_path / "root", cluster=True)
+    with watched(settings) as location:
+        said = location.tick().said
+        assert said is not None and "evaluation.device of pool tiny is auto" in said and "{device: cuda}" in said
+    monkeypatch.setenv(CLUSTER, "kubernetes")
+    with pytest.raises(UsageError, match="is auto"):
+        check(pool, settings.root)
+    tiny_pool(["a"], evaluation={"include_path": "tasks", "device": "cuda"})
+    with watched(settings) as location:
+        assert location.tick().nodes == {("checkpoint", "a")}
+    assert not [p for p in check(pool, settings.root)["problems"] if p["code"] == "device-missing"]
+
+
 def test_runs_whose_process_is_gone_are_ended(settings: Settings) -> None:
     artifacts = settings.artifacts()
     with watched(settings) as location:
@@ -157,6 +261,31 @@ def test_runs_whose_process_is_gone_are_ended(settings: Settings) -> None:
         ended = location.instance.get_run_by_id(dead.run_id)
         assert ended is not None and ended.status == dg.DagsterRunStatus.FAILURE
         assert [r.run_id for r in location.instance.get_runs(dg.RunsFilter(statuses=STARTED))] == [alive.run_id]
+
+
+def test_a_bad_pool_file_holds_up_its_own_pool_alone_and_is_told_of(settings: Settings, tmp_path: Path) -> None:
+    """Whether it was bad when the code location was loaded, or became so."""
+    folder = tmp_path / "pools"
+    folder.mkdir()
+    text = settings.pools.read_text().replace(" path: ", f" path: {tmp_path}/").replace("path: tasks", "path: /tasks")
+    for name in ("good", "other"):
+        (folder / f"{name}.yaml").write_text(text.replace("name: tiny", f"name: {name}"))
+    (folder / ".pre-commit-config.yaml").write_text("repos: []\n")
+    (folder / "bad.yaml").write_text("name: bad\nmodels: []\n")
+    told = f"left out: error: pool: file {folder}/bad.yaml:2: "
+    with watched(replace(settings, pools=folder)) as location:
+        assert location.tick().nodes == {("checkpoint", "a"), ("checkpoint", "b")}
+        (folder / "other.yaml").write_text("name: other\nmodels: []\n")
+        first = location.tick()
+        assert {request.tags[POOL_TAG] for request in first.requests} == {"good"}
+        for request in first.requests:
+            location.started(request)
+        said = location.tick().said
+        assert said is not None and said.startswith("a run is under way") and told in said and "other.yaml:2" in said
+        (folder / "bad.yaml").unlink()
+        (folder / "other.yaml").unlink()
+        told_at_last = location.tick().said
+        assert told_at_last is not None and told_at_last.startswith("pool files changed in what is read once")
 
 
 EDITED = [{"models": ["a", "b", "c"]}, {"models": ["a", "b"], "rebuild": "30 2 * * 6"}]
