@@ -1,9 +1,17 @@
-"""Arithmetic whose bytes must not depend on how many threads do it."""
+"""Work on several threads, and arithmetic whose bytes must not depend on how many of them do it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
+
+MOST_THREADS = 8
+"""Beyond, threads that are fed by one interpreter gain little."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -20,3 +28,15 @@ def one_thread() -> Iterator[None]:
 def steady(device: torch.device) -> AbstractContextManager[None]:
     """For one pass of a model on `device` from which numbers are kept: on a CPU one thread answers."""
     return one_thread() if device.type == "cpu" else nullcontext()
+
+
+def each_on_a_thread(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """The results in the order of `items`, whose work is done by as many threads as torch may use (OMP_NUM_THREADS).
+
+    Raises what the first of them raised; of the others those that have not begun are left out.
+    """
+    threads = ThreadPoolExecutor(min(MOST_THREADS, torch.get_num_threads()))
+    try:
+        yield from threads.map(work, items)
+    finally:
+        threads.shutdown(cancel_futures=True)

@@ -1,8 +1,8 @@
 """One streaming pass over a checkpoint: digest, statistics and finiteness of every tensor.
 
-Tensors are read in blocks of rows, each hashed and summed up while it is in the processor's cache, so memory
-does not grow with the checkpoint. What a weight file gave is kept in the scans directory, under the file's
-path, size, time and inode:
+Tensors are read in blocks of rows, each hashed and summed up while it is in the processor's cache, one tensor a
+thread: memory does not grow with the checkpoint, and nothing depends on how many threads there are. What a weight file
+gave is kept in the scans directory, under the file's path, size, time and inode:
 
     scans/files/KEY.json           digests and statistics of one weight file's tensors; a second line seals them
     scans/rows/SHA256.safetensors  `TENSOR.mean` and `TENSOR.std`, float32, one value a row, of 2-D tensors
@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from sandhi_core.errors import Problem, StoreError
 from sandhi_core.files import aside, fsync_directory, write_atomic, writing
 from sandhi_core.moments import RowStatistics, rounded, row_moments, row_statistics_of, rows_at_once
 from sandhi_core.records import Fingerprint, Record, TensorInfo, digest_of
+from sandhi_core.threads import each_on_a_thread
 
 __all__ = ["RowStatistics", "examine", "fingerprint", "row_statistics", "row_statistics_of"]
 
@@ -141,12 +142,10 @@ def _file(
         return earlier
     entries = [entry for entry in checkpoint.headers.values() if entry.file == file]
     scanned = []
-    for entry in entries:
-        raw = checkpoint.raw(entry.name)
-        scanned.append(_scan(entry, raw))
-        release(raw)
+    for done in each_on_a_thread(partial(_read, checkpoint), entries):
+        scanned.append(done)
         if told is not None:
-            told(entry.nbytes)
+            told(done.info.nbytes)
     checkpoint.require_unchanged(file)
     if problems := [_not_finite(checkpoint.model, s) for s in scanned if s.bad_row is not None]:
         return problems
@@ -155,6 +154,13 @@ def _file(
     with _writing(kept.parent):
         write_atomic(kept, scan.canonical() + b"\n" + _seal(kept, scan))
     return scan
+
+
+def _read(checkpoint: Checkpoint, entry: HeaderEntry) -> _Scanned:
+    raw = checkpoint.raw(entry.name)
+    scanned = _scan(entry, raw)
+    release(raw)
+    return scanned
 
 
 def _scan(entry: HeaderEntry, raw: memoryview) -> _Scanned:

@@ -56,6 +56,16 @@ def test_every_tensor_and_file_is_recorded(tmp_path: Path, model_type: str) -> N
     assert Fingerprint.parse(record.canonical()) == record
 
 
+def test_threads_and_order_of_reading_change_nothing(tmp_path: Path) -> None:
+    directory, threads = tiny_qwen3_moe(tmp_path / "m"), torch.get_num_threads()
+    found = []
+    for count in (1, 4):
+        torch.set_num_threads(count)
+        found.append(scanned(directory, tmp_path / f"scans {count}").canonical())
+    torch.set_num_threads(threads)
+    assert found[0] == found[1]
+
+
 def test_row_statistics_of_every_matrix(tmp_path: Path) -> None:
     directory = tiny_qwen3_moe(tmp_path / "m")
     edit_tensors(directory, lambda t: t["model.layers.0.mlp.gate_proj.weight"][3:5].fill_(0.25))
