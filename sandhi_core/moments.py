@@ -13,7 +13,7 @@ from torch import Tensor
 
 Doubles = npt.NDArray[np.float64]
 
-_BLOCK = 1 << 18  # elements at once, 2 MiB in fp64: near the processor, and enough that threads seldom wait for one another
+_BLOCK = 1 << 18  # elements at once, 2 MiB in fp64: near the processor, and threads seldom wait for one another
 _PIECE = 16384  # columns at once; longer rows are put together from pieces
 
 
