@@ -16,6 +16,7 @@ Only this directory is ever written.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -46,7 +47,6 @@ from sandhi_core.records import (
     SharingProof,
     Trajectory,
     canonical_json,
-    digest_of,
 )
 
 RECORDS: dict[str, type[Record]] = {
@@ -184,19 +184,13 @@ class Artifacts:
     def save(self, node: Node, fingerprint: str, own: Any, record: Record) -> str:
         """Write a record for good; returns its data version."""
         stage, key = node
-        dumped = record.model_dump(mode="json")
-        data_version = digest_of(dumped)
-        envelope = {
-            "stage": stage,
-            "key": key,
-            "version": STAGES[stage].version,
-            "fingerprint": fingerprint,
-            "data_version": data_version,
-            "own": own,
-            "record": dumped,
-        }
+        text = record.canonical()  # of a plan of a large pool megabytes, so it is made once
+        data_version = hashlib.sha256(text).hexdigest()
+        before = canonical_json({"data_version": data_version, "fingerprint": fingerprint, "key": key, "own": own})
+        after = canonical_json({"stage": stage, "version": STAGES[stage].version})
+        data = before[:-1] + b',"record":' + text + b"," + after[1:] + b"\n"
         self.directory("records", stage)
-        path, data = self._path(node), canonical_json(envelope) + b"\n"
+        path = self._path(node)
         with writing(path, len(data)):
             write_atomic(path, data)
         return data_version
