@@ -27,7 +27,7 @@ ui: .venv/installed
 	$(BIN)/python -m pipelines.ui
 
 .venv/installed: pyproject.toml constraints.txt
-	@echo 'Installing into .venv, once: a minute or more, about 2.5 GB'
+	@echo 'Installing into .venv, once: some minutes, about 2.7 GB'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
