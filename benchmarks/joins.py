@@ -30,7 +30,7 @@ from pipelines.progress import Progress
 from pipelines.settings import Settings
 from sandhi_core.catalogue import load_catalogue
 from sandhi_core.graph import STAGES, Node
-from sandhi_core.records import MemoryComparison
+from sandhi_core.records import MemoryComparison, ProcessMemory
 
 MODELS, MOVED, BUDGET = 8, 0.01, 0.06
 ORIGIN, TASK = "sorter", "sandhi_sort"
@@ -67,7 +67,9 @@ def measured(fixture: Path, folder: Path, models: int) -> list[Join]:
     names = [f"m{n}" for n in range(1, models + 1)]
     for seed, name in enumerate(names):
         moved(fixture / "models" / ORIGIN, folder / name, seed)
-    enough = MemoryComparison(engine="not measured", originals=(), exports=(), shared=2**40, saved=2**40)
+    nothing = dict.fromkeys(("rss", "pss", "shared", "private", "private_dirty", "unmapped", "whole"), 0)
+    process = ProcessMemory(model="nobody's", **nothing)
+    enough = MemoryComparison(engine="not measured", originals=(), exports=(process,), shared=2**40, saved=2**40)
     with patch("assets.sharing_proof.compare", lambda *_, **__: enough):
         return [joined(folder, fixture / "tasks", names[:n]) for n in range(1, models + 1)]
 
