@@ -2,11 +2,14 @@
 
 import io
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -50,6 +53,18 @@ def nothing_measured() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("assets.sharing_proof.compare", lambda *_, **__: enough)
         yield
+
+
+def until_it_answers(address: str) -> None:
+    """Wait for Dagster's webserver, which says that it serves before it listens."""
+    end = time.monotonic() + 120
+    while True:
+        try:
+            return urlopen(f"{address}/server_info", timeout=60).close()
+        except URLError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
 
 
 def sandhi(*arguments: object, vllm: Path | None = None) -> tuple[int, str, str]:

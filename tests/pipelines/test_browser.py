@@ -19,7 +19,7 @@ from assets.stages import STAGE_ASSETS
 from sandhi_core.catalogue import load_catalogue
 from sandhi_core.graph import STAGES
 from tests.conftest import CHECKOUT
-from tests.pipelines.conftest import Line
+from tests.pipelines.conftest import Line, until_it_answers
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +69,7 @@ def address(tiny_line: Line) -> Iterator[str]:
                 while "Serving dagster-webserver" not in text:
                     assert process.poll() is None, text
                     text += told.read(4096)
+            until_it_answers(f"http://127.0.0.1:{port}")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGINT)

@@ -22,6 +22,7 @@ from pipelines.instance import HEADLESS_TAG, opened_instance
 from pipelines.jobs import MODEL_TAG, POOL_TAG
 from sandhi_core.graph import Node
 from tests.conftest import CHECKOUT
+from tests.pipelines.conftest import until_it_answers
 from tests.pipelines.life import Life, copied, events, since
 from tests.pipelines.test_rebuild_table import first, life, nodes, row
 
@@ -103,6 +104,7 @@ def ui(environment: dict[str, str], port: int) -> Iterator[str]:
             said = ("Serving dagster-webserver", "configured with the following daemons")
             waited("the UI", lambda: process.poll() is not None or all(text in log.read_text() for text in said))
             assert process.poll() is None, log.read_text()
+            until_it_answers(f"http://127.0.0.1:{port}")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGINT)

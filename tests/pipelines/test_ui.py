@@ -5,27 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
 
 from tests.conftest import CHECKOUT
-from tests.pipelines.conftest import PoolWriter
-
-
-def wait_until_answering(url: str) -> None:
-    end = time.monotonic() + 120
-    while True:
-        try:
-            return urlopen(url, timeout=60).close()
-        except URLError:  # it says that it serves before it listens
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.2)
+from tests.pipelines.conftest import PoolWriter, until_it_answers
 
 
 @pytest.mark.slow
@@ -50,7 +36,7 @@ def test_stopping_the_ui_is_no_failure(tiny_pool: PoolWriter, tmp_path: Path) ->
                 text += line
                 if starting and not (starting := {words for words in starting if words not in text}):
                     # Before it answers, Dagster's webserver prints a traceback of its own where it is stopped.
-                    wait_until_answering(f"http://127.0.0.1:{port}/server_info")
+                    until_it_answers(f"http://127.0.0.1:{port}")
                     os.killpg(process.pid, signal.SIGINT)
         finally:
             with suppress(ProcessLookupError):
