@@ -49,7 +49,15 @@ def test_every_place_that_writes(tmp_path: Path) -> None:
     }
     assert {r["node"][0] for r in results} >= {"checkpoint", "profile", "groups", "merged_weights"}
     places = {site.partition(":")[0] for r in results for site in r["site"][:1]}
-    modules = ("files", "safetensors_file", "store", "export", "scan", "artifacts", "evaluation/scorelog")
+    modules = (
+        "files",
+        "checkpoints/safetensors_file",
+        "store",
+        "export",
+        "checkpoints/scan",
+        "artifacts",
+        "evaluation/scorelog",
+    )
     assert places >= {f"sandhi_core/{module}.py" for module in modules}
 
 
