@@ -8,7 +8,7 @@ _ACCEPTED = "hostile/test_accepted.py::test_it_answers_as_the_original_with_shar
 _SIDED = f"{_ACCEPTED}[27 unsloth#5386, 28 transformers#29988, 41 kubernetes-manifests#2517 (sided)]"
 _FILES = "hostile/test_accepted.py::test_every_other_file_has_the_owners_bytes_and_none_is_a_link"
 _LIKE = "hostile/test_accepted.py::test_only_projections_are_shared_and_only_with_their_like"
-_KEY = "test_meaning.py::test_a_field_that_changes_an_answer_is_in_the_key_and_no_other_is"
+_KEY = "checkpoints/test_meaning.py::test_a_field_that_changes_an_answer_is_in_the_key_and_no_other_is"
 
 FAILURES: dict[int, tuple[str, ...]] = {
     1: (f"{_REFUSED}[1 transformers#42612]",),
@@ -28,10 +28,10 @@ FAILURES: dict[int, tuple[str, ...]] = {
     14: (
         f"{_REFUSED}[14 DeepSpeed#8345, two ropes]",
         f"{_ACCEPTED}[14 DeepSpeed#8345 (spelled)]",
-        "test_architecture.py::test_both_spellings_of_a_rope_are_one",
+        "checkpoints/test_architecture.py::test_both_spellings_of_a_rope_are_one",
     ),
     15: (
-        "test_architecture.py::test_the_window_is_that_of_the_layer",
+        "checkpoints/test_architecture.py::test_the_window_is_that_of_the_layer",
         f"{_KEY}[qwen3]",
         "deploy/test_spec.py::test_windows_and_rounding_are_said",
     ),
@@ -50,12 +50,12 @@ FAILURES: dict[int, tuple[str, ...]] = {
     22: (f"{_ACCEPTED}[22 fusion_bench#215, 24 mergekit#425 (rows)]", _LIKE),
     23: (
         f"{_ACCEPTED}[23 mergekit#169 (permuted)]",
-        "test_preflight.py::test_tokenizers_are_compared_by_what_they_map_not_by_size",
-        "test_besides.py::test_other_tokens_keep_tables_apart_and_nothing_else",
+        "preflight/test_checks.py::test_tokenizers_are_compared_by_what_they_map_not_by_size",
+        "grouping/test_besides.py::test_other_tokens_keep_tables_apart_and_nothing_else",
     ),
     24: (
         f"{_ACCEPTED}[22 fusion_bench#215, 24 mergekit#425 (rows)]",
-        "test_besides.py::test_padded_rows_are_rows_like_others",
+        "grouping/test_besides.py::test_padded_rows_are_rows_like_others",
     ),
     25: (f"{_REFUSED}[25 mergekit#73]",),
     27: (_SIDED, f"{_FILES}[sided]"),
@@ -86,7 +86,7 @@ FAILURES: dict[int, tuple[str, ...]] = {
     ),
     42: (
         "test_export.py::test_a_full_disk_is_one_clear_error",
-        "test_preflight.py::test_room_on_the_disk",
+        "preflight/test_checks.py::test_room_on_the_disk",
         "hostile/test_evaluation.py::test_a_disk_that_fills_within_a_line",
     ),
     43: (
@@ -119,7 +119,7 @@ FAILURES: dict[int, tuple[str, ...]] = {
     ),
     54: (
         "hostile/test_pool_files.py::test_names_that_are_no_slugs",
-        "test_pool.py::test_names_that_only_differ_in_punctuation_collide",
+        "pools/test_pool.py::test_names_that_only_differ_in_punctuation_collide",
         "deploy/test_spec.py::test_a_pool_that_only_fits_when_shared_is_not_promised_to_stock_vllm",
         "pipelines/test_line.py::test_killed_in_the_middle_and_run_again_gives_the_same_bytes",
     ),
