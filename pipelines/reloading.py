@@ -6,9 +6,12 @@ from dataclasses import replace
 from urllib.request import Request, urlopen
 
 from sandhi_core.graph import STAGES, Catalogue
+from sandhi_core.records import digest_of
 
 BY_HAND = "reload it: in the UI under Deployment, Code locations"
 TIMEOUT = 120.0  # seconds; loading imports torch
+PATIENCE = 120.0  # seconds that the daemon may take to see what the webserver reloaded
+RELOADED = "the code location is reloaded"
 
 _RELOAD = """
 mutation ($name: String!) {
@@ -21,13 +24,15 @@ mutation ($name: String!) {
 """
 
 
-def outdated(loaded: Catalogue, current: Catalogue, *, missing: bool = False) -> bool:
-    """Whether pool files name other pools, models or times of rebuilding than those that were loaded. Where some cannot
-    be read now, pools that are `missing` may be theirs; where a model cannot, its pool's groups may be as they were."""
+def outdated(loaded: Catalogue, current: Catalogue, *, missing: bool = False) -> str | None:
+    """Names what is to be loaded, where pool files name other pools, models or times of rebuilding than those that were
+    loaded. Where some cannot be read now, pools that are `missing` may be theirs; where a model cannot, its pool's
+    groups may be as they were."""
     if missing:
         loaded = replace(loaded, pools={name: pool for name, pool in loaded.pools.items() if name in current.pools})
     unsettled = {name for name in current.pools if current.unreadable(name)}
-    return _loaded(loaded, unsettled) != _loaded(current, unsettled)
+    wanted = _loaded(current, unsettled)
+    return None if _loaded(loaded, unsettled) == wanted else digest_of(wanted)
 
 
 def _loaded(catalogue: Catalogue, unsettled: Collection[str]) -> tuple[list[list[str]], dict[str, str | None]]:
@@ -51,4 +56,4 @@ def reload_location(webserver: str, name: str) -> str:
     if result["__typename"] != "RepositoryLocation":
         said = result.get("message", result["__typename"]).strip()
         return f"the webserver at {webserver} could not reload the code location ({said}): {BY_HAND}"
-    return "the code location is reloaded"
+    return RELOADED

@@ -1,5 +1,6 @@
 """Notices that a pool file, a task or a checkpoint changed, and starts exactly what the planner calls stale."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 
@@ -9,7 +10,7 @@ from dagster._core.storage.tags import RUN_KEY_TAG
 from assets.stage import RETRIES, still_deployed
 from pipelines.instance import HEADLESS_TAG, UNFINISHED, end_dead_runs, set_slots
 from pipelines.jobs import Run, StageJob, nodes_of, runs
-from pipelines.reloading import BY_HAND, outdated, reload_location
+from pipelines.reloading import BY_HAND, PATIENCE, RELOADED, outdated, reload_location
 from pipelines.settings import Settings
 from sandhi_core.catalogue import Planner, load_usable
 from sandhi_core.graph import Catalogue, Node
@@ -39,8 +40,8 @@ def rebuild_sensor(
         ]
         for note in notes:
             context.log.warning(note)
-        if outdated(catalogue, current, missing=bool(refused)):
-            yield _skip(f"pool files changed in what is read once: {_reloaded(context, settings)}", notes)
+        if wanted := outdated(catalogue, current, missing=bool(refused)):
+            yield _skip(f"pool files changed in what is read once: {_reloaded(context, settings, wanted)}", notes)
             return
         if slots is not None:
             set_slots(context.instance, slots)
@@ -53,11 +54,18 @@ def rebuild_sensor(
     return rebuild_stale
 
 
-def _reloaded(context: dg.SensorEvaluationContext, settings: Settings) -> str:
+def _reloaded(context: dg.SensorEvaluationContext, settings: Settings, wanted: str) -> str:
+    """Asks once for what is `wanted`: until the daemon sees the new location, the old one's sensor goes on looking."""
     if settings.webserver is None:
         return f"{BY_HAND}, or let SANDHI_WEBSERVER name the webserver that is to do it"
+    asked, _, when = (context.cursor or "").partition(" ")
+    if asked == wanted and time.time() < float(when) + PATIENCE:
+        return f"{RELOADED}, and is not seen here yet"
     origin = context.code_location_origin
-    return reload_location(settings.webserver, LOCATION if origin is None else origin.location_name)
+    said = reload_location(settings.webserver, LOCATION if origin is None else origin.location_name)
+    if said == RELOADED:
+        context.update_cursor(f"{wanted} {time.time():.0f}")
+    return said
 
 
 def _skip(reason: str, notes: Sequence[str]) -> dg.SkipReason:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from benchmarks import rungs
 from benchmarks.ladders import RUNGS
@@ -64,7 +65,11 @@ def test_every_way_of_the_pipeline_is_a_pool_file(
 
 @pytest.mark.slow
 def test_the_command_keeps_its_table(trained_pool: Path, tmp_path: Path) -> None:
-    asked = [str(trained_pool), "--no-mergekit", "--out", str(tmp_path), "--ways"]
+    pair = yaml.safe_load(trained_pool.read_text())
+    pair["models"] = pair["models"][:2]
+    file = tmp_path / "trained.yaml"
+    file.write_text(yaml.safe_dump(pair))
+    asked = [str(file), "--no-mergekit", "--out", str(tmp_path), "--ways"]
     assert rungs.main([*asked, "ladder"]) == 0
     assert rungs.main([*asked, rungs.WHOLES]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "rungs-trained.json").read_text())}

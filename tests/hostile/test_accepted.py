@@ -36,7 +36,7 @@ from tests.models import (
     tiny_qwen3_moe,
     write_tokenizer,
 )
-from tests.pipelines.conftest import built, sandhi
+from tests.pipelines.conftest import built, line_alone, sandhi
 
 pytestmark = pytest.mark.slow
 GENERATION = '{"eos_token_id": [2, 5], "do_sample": false, "temperature": 0.9, "top_p": 7}\r\n'
@@ -117,7 +117,8 @@ class Built:
         }
         (folder / "odd.yaml").write_text(yaml.safe_dump(pool))
         self.folder, self.root = folder, folder / "root"
-        self.document = built(folder / "odd.yaml", self.root)
+        with line_alone():
+            self.document = built(folder / "odd.yaml", self.root)
         self.export = Path(self.document["pools"]["odd"]["export"])
         self.manifest: Manifest = read_manifest(self.export)
 

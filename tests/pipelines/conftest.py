@@ -1,5 +1,6 @@
 """Pools for whole-line tests: the trained fixture pool, made once, and tiny random ones made in a moment."""
 
+import functools
 import io
 import json
 import time
@@ -13,6 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+from alembic.script import ScriptDirectory
 
 from sandhi_core.__main__ import main
 from sandhi_core.records import MemoryComparison, ProcessMemory
@@ -37,21 +39,29 @@ def without_home() -> Iterator[None]:
         yield
 
 
+# Dagster makes a database for every run, and reads its migrations anew each time: a fifth of a small run's time.
+ScriptDirectory.from_config = staticmethod(functools.lru_cache(ScriptDirectory.from_config))  # type: ignore[method-assign, assignment]
+
+
 @pytest.fixture
 def only_the_line() -> Iterator[None]:
-    """Other tests measure memory, in processes that take seconds to start."""
-    with nothing_measured():
+    """As `line_alone`, for a test."""
+    with line_alone():
         yield
 
 
 @contextmanager
-def nothing_measured() -> Iterator[None]:
+def line_alone() -> Iterator[None]:
+    """Neither memory nor pictures: other tests measure, in processes that take seconds to start, and look at what is
+    drawn."""
     nothing = dict.fromkeys(("rss", "pss", "shared", "private", "private_dirty", "unmapped", "whole"), 0)
     process = ProcessMemory(model="nobody's", **nothing)
     engine = "not measured in this test"
     enough = MemoryComparison(engine=engine, originals=(), exports=(process,), shared=2**40, saved=2**40)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("assets.sharing_proof.compare", lambda *_, **__: enough)
+        patch.setattr("assets.pictures.png_bytes", lambda figure: b"")
+        patch.setattr("assets.deployment.write_report", lambda directory, data: directory / "report.html")
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from pipelines import cli
 from tests.conftest import CHECKOUT
-from tests.pipelines.conftest import PoolWriter, sandhi
+from tests.pipelines.conftest import PoolWriter, line_alone, sandhi
 
 
 def run(*arguments: object, cwd: Path = CHECKOUT) -> "subprocess.CompletedProcess[str]":
@@ -109,8 +109,7 @@ def test_schema_is_a_json_schema() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("after", ["profile", "merged_weights"])
+@pytest.mark.parametrize("ending, after", [(signal.SIGINT, "profile"), (signal.SIGTERM, "merged_weights")])
 def test_stopped_by_a_signal_says_so_and_goes_on_later(
     tiny_pool: PoolWriter, tmp_path: Path, ending: signal.Signals, after: str
 ) -> None:
@@ -129,7 +128,8 @@ def test_stopped_by_a_signal_says_so_and_goes_on_later(
     assert "error: stopped: " in err and "Traceback" not in err
     (problem,) = json.loads(out)["problems"]
     assert json.loads(out)["ok"] is False and problem["code"] == "stopped"
-    status, _, err = sandhi("build", pool, "--root", root)
+    with line_alone():
+        status, _, err = sandhi("build", pool, "--root", root)
     assert status == 0, err
 
 

@@ -16,7 +16,7 @@ from sandhi_core.layout import read_manifest
 from tests.conftest import CHECKOUT
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny_llama
-from tests.pipelines.conftest import built, sandhi
+from tests.pipelines.conftest import built, line_alone, sandhi
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,8 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     choice_task(folder / "tasks")
     exports = []
     for models in ("abc", "abd", "ab"):
-        document = built(write_pool(folder, models), folder / "root")
+        with line_alone():
+            document = built(write_pool(folder, models), folder / "root")
         exports.append(Path(document["pools"]["tiny"]["export"]))
     assert len(set(exports)) == 3
     return folder, exports

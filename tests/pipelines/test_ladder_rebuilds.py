@@ -22,7 +22,7 @@ from sandhi_core.records import OperatingPoints
 from tests.conftest import CHECKOUT
 from tests.evaluation.local_tasks import choice_task
 from tests.models import fine_tune, tiny_llama
-from tests.pipelines.conftest import Line, PoolWriter, built, nothing_measured, sandhi
+from tests.pipelines.conftest import Line, PoolWriter, built, line_alone, sandhi
 from tests.pipelines.test_rebuilds import MEMBER, POOL_STAGES, ran, tensors
 from tests.pipelines.test_residuals import LADDER
 
@@ -35,7 +35,7 @@ LOST = ("inputs", "spectra", "store")
 @pytest.fixture(scope="module", autouse=True)
 def only_the_line() -> Iterator[None]:
     """Other tests measure memory, in processes that take seconds to start, and look at reports."""
-    with nothing_measured(), pytest.MonkeyPatch.context() as patch:
+    with line_alone(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.building.report_pool", lambda file, root: root / "unwritten")
         yield
 

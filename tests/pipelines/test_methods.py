@@ -1,4 +1,4 @@
-"""Shared tensors by several methods, from pool file to proof, on trained models and on fine-tunes of known kind."""
+"""Shared tensors by several methods, from pool file to export, on fine-tunes of known kind."""
 
 import json
 import shutil
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from resources.bench import Bench
@@ -17,75 +16,14 @@ from sandhi_core.catalogue import load_catalogue
 from sandhi_core.checkpoints.architectures import ORDER
 from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.layout import read_manifest
-from sandhi_core.pools.pool import load_pool
-from sandhi_core.records import Group, Groups
+from sandhi_core.records import Group
 from tests.models import edit_tensors, fine_tune, tiny_llama
-from tests.pipelines.conftest import Line, PoolWriter, built, sandhi
+from tests.pipelines.conftest import PoolWriter, built, sandhi
 from tests.pipelines.test_families import materialise
-from tests.pipelines.test_line import tensor_bytes
-from tests.pipelines.test_residuals import LADDER
+from tests.pipelines.test_residuals import LADDER, METHODS, groups_of
 from tests.synthetic import profile
 
-pytestmark = pytest.mark.slow
-
-METHODS = ["mean", "base", "regmean", "member"]
-
-
-def groups_of(root: Path) -> list[Group]:
-    files = sorted((root / "records" / "groups").glob("*.json"))
-    return [g for file in files for g in Groups.model_validate(json.loads(file.read_text())["record"]).groups]
-
-
-@pytest.fixture(scope="module")
-def chosen(trained: Path, trained_pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Line:
-    """The trained pool, with a base and every method, built by a ladder with residuals. Tests leave it as it is."""
-    folder = tmp_path_factory.mktemp("methods")
-    merging = {"residuals": "low_rank", "methods": METHODS, "bases": [str(trained / "models" / "base")]}
-    pool = folder / "pool.yaml"
-    pool.write_text(yaml.safe_dump({**yaml.safe_load(trained_pool.read_text()), **LADDER, "merging": merging}))
-    return Line(pool, folder / "root", built(pool, folder / "root"))
-
-
-def test_every_group_took_the_method_that_costs_least(chosen: Line) -> None:
-    found = groups_of(chosen.root)
-    assert found
-    for group in found:
-        assert list(group.compared) and set(group.compared) == set(METHODS)
-        assert group.compared[group.recipe.method] == min(group.compared.values())
-    assert len({group.recipe.method for group in found}) > 1
-
-
-def test_what_is_shared_is_proved_and_counted(chosen: Line) -> None:
-    export = Path(chosen.result["export"])
-    originals = sum(tensor_bytes(f) for m in load_pool(chosen.pool).models for f in Path(m.path).glob("*.safetensors"))
-    distinct = {f.stat().st_ino: tensor_bytes(f) for f in (*export.glob("*/*.safetensors"), *export.glob("*/*.sandhi"))}
-    counted = chosen.result["bytes"]
-    assert 0 < counted["claimed"] == counted["verified_disk"] == originals - sum(distinct.values())
-    for result in chosen.result["models"].values():
-        assert result["within_budget"]
-    status, out, err = sandhi("verify", export, "--json")
-    assert status == 0 and json.loads(out)["problems"] == [], err
-
-
-def test_spectra_of_methods_not_taken_are_kept_in_short(chosen: Line) -> None:
-    found = groups_of(chosen.root)
-    spectra = chosen.root / "spectra"
-    members = sum(len(g.members) for g in found)
-    assert 0 < len(list(spectra.glob("*.safetensors"))) <= members
-    assert len(list(spectra.glob("*.squares"))) >= 2 * members
-
-
-def test_lost_tensors_are_made_again_to_the_byte(chosen: Line, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(chosen.root, tmp_path / "root"))
-    for folder in ("store", "spectra", "inputs", "exports"):
-        shutil.rmtree(root / folder)
-    again = built(chosen.pool, root)
-    (result,) = again["pools"].values()
-    assert {stage for stage, _ in again["ran"]} == {"merged_weights", "sharing_proof", "deployment"}
-    assert read_manifest(Path(result["export"])) == read_manifest(Path(chosen.result["export"]))
-
-
-# --- tiny models --------------------------------------------------------------------------------------------
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("only_the_line")]
 
 
 def adapted(directory: Path, seed: int, rank: int = 2) -> Path:

@@ -23,7 +23,7 @@ from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.graph import STAGES, Node
 from tests.conftest import CHECKOUT
-from tests.pipelines.conftest import nothing_measured, without_home
+from tests.pipelines.conftest import line_alone, without_home
 from tests.pipelines.life import Done, Life, copied, events, inconsistent, since
 
 pytestmark = pytest.mark.slow
@@ -212,7 +212,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
 def first(life: Life, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root of both pools, built from nothing. Tests must leave it as it is."""
     root = tmp_path_factory.mktemp("first") / "root"
-    with nothing_measured(), without_home():
+    with line_alone(), without_home():
         done = by_command(life.settings(root))
     held(row(ROOT_LOST), done)
     assert set(done.ran) == set(load_catalogue(life.settings(root).pool_files()).graph())

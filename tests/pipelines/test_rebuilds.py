@@ -26,7 +26,7 @@ from tests.evaluation.local_tasks import choice_task, generation_task
 from tests.models import edit_tensors
 from tests.pipelines.conftest import PoolWriter, built, sandhi
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("only_the_line")]
 
 POOL_STAGES = {(s, "tiny") for s, stage in STAGES.items() if stage.scope == "pool"}
 MEMBER = ("trajectory", "cutoffs", "holdout")

@@ -1,4 +1,5 @@
-"""From a pool file with a ladder and residuals to a proved export, through real Dagster jobs, on trained models."""
+"""From a pool file with a ladder, residuals and every method to a proved export, through real Dagster jobs, on trained
+models."""
 
 import json
 import shutil
@@ -13,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sandhi_core.evaluation.splits import split_of
 from sandhi_core.layout import read_manifest
 from sandhi_core.pools.pool import load_pool
+from sandhi_core.records import Group, Groups
 from sandhi_core.serving.load import load
 from tests.conftest import SPECIALISTS
-from tests.pipelines.conftest import Line, built, sandhi
+from tests.pipelines.conftest import Line, built, line_alone, sandhi
 from tests.pipelines.test_line import best_choice, data_file, tensor_bytes
 
 pytestmark = pytest.mark.slow
@@ -26,14 +28,16 @@ LADDER: dict[str, Any] = {
     "merging": {"residuals": "low_rank"},
     "deploy": {"engine": "transformers"},
 }
+METHODS = ["mean", "base", "regmean", "member"]
 
 
 @pytest.fixture(scope="module")
-def ladder(trained_pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Line:
-    """The trained pool, built by a ladder with residuals. Tests must leave it as it is."""
+def ladder(trained: Path, trained_pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Line:
+    """The trained pool, with a base and every method, built by a ladder with residuals. Tests leave it as it is."""
     folder = tmp_path_factory.mktemp("ladder")
+    merging = {"residuals": "low_rank", "methods": METHODS, "bases": [str(trained / "models" / "base")]}
     pool = folder / "pool.yaml"
-    pool.write_text(yaml.safe_dump({**yaml.safe_load(trained_pool.read_text()), **LADDER}))
+    pool.write_text(yaml.safe_dump({**yaml.safe_load(trained_pool.read_text()), **LADDER, "merging": merging}))
     return Line(pool, folder / "root", built(pool, folder / "root"))
 
 
@@ -42,6 +46,11 @@ def records(line: Line, stage: str) -> dict[str, Any]:
         path.stem.rpartition(".")[2]: json.loads(path.read_text())["record"]
         for path in (line.root / "records" / stage).glob("*.json")
     }
+
+
+def groups_of(root: Path) -> list[Group]:
+    files = sorted((root / "records" / "groups").glob("*.json"))
+    return [g for file in files for g in Groups.model_validate(json.loads(file.read_text())["record"]).groups]
 
 
 def test_few_scores_are_asked_for_and_every_model_keeps_its_budget(ladder: Line) -> None:
@@ -91,19 +100,33 @@ def test_our_loader_scores_the_export_as_reported_and_stock_transformers_refuses
         AutoModelForCausalLM.from_pretrained(directory)
 
 
-def test_lost_residuals_are_made_again_to_the_byte(ladder: Line, tmp_path: Path) -> None:
+def test_every_group_took_the_method_that_costs_least(ladder: Line) -> None:
+    found = groups_of(ladder.root)
+    assert found
+    for group in found:
+        assert list(group.compared) and set(group.compared) == set(METHODS)
+        assert group.compared[group.recipe.method] == min(group.compared.values())
+    assert len({group.recipe.method for group in found}) > 1
+
+
+def test_spectra_of_methods_not_taken_are_kept_in_short(ladder: Line) -> None:
+    found = groups_of(ladder.root)
+    spectra = ladder.root / "spectra"
+    members = sum(len(g.members) for g in found)
+    assert 0 < len(list(spectra.glob("*.safetensors"))) <= members
+    assert len(list(spectra.glob("*.squares"))) >= 2 * members
+
+
+def test_lost_tensors_are_made_again_to_the_byte(ladder: Line, tmp_path: Path) -> None:
+    """Those that are shared, and the residuals beside them."""
     root = Path(shutil.copytree(ladder.root, tmp_path / "root"))
-    manifest = read_manifest(Path(ladder.result["export"]))
-    lost = {t.digest for m in manifest.models.values() for name, t in m.tensors.items() if ".lora_" in name}
-    for digest in lost:
-        shutil.rmtree(root / "store" / digest)
-    shutil.rmtree(root / "spectra")
-    shutil.rmtree(root / "inputs")
-    shutil.rmtree(root / "exports")
-    again = built(ladder.pool, root)
+    for folder in ("store", "spectra", "inputs", "exports"):
+        shutil.rmtree(root / folder)
+    with line_alone():
+        again = built(ladder.pool, root)
     (result,) = again["pools"].values()
     assert {stage for stage, _ in again["ran"]} == {"merged_weights", "sharing_proof", "deployment"}
-    assert read_manifest(Path(result["export"])) == manifest
+    assert read_manifest(Path(result["export"])) == read_manifest(Path(ladder.result["export"]))
     assert not any(again["evaluations"].values())
 
 

@@ -38,6 +38,7 @@ STARTED = [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING, dg.Dag
 class Tick:
     requests: list[dg.RunRequest]
     said: str | None
+    cursor: str | None
 
     @property
     def nodes(self) -> set[Node]:
@@ -52,11 +53,11 @@ class Watched:
     definitions: dg.Definitions
     instance: dg.DagsterInstance
 
-    def tick(self) -> Tick:
+    def tick(self, cursor: str | None = None) -> Tick:
         sensor = self.definitions.resolve_sensor_def("rebuild_stale")
-        context = dg.build_sensor_context(self.instance, definitions=self.definitions)
+        context = dg.build_sensor_context(self.instance, cursor, definitions=self.definitions)
         found = sensor.evaluate_tick(context)
-        return Tick(list(found.run_requests or []), found.skip_message)
+        return Tick(list(found.run_requests or []), found.skip_message, found.cursor)
 
     def started(self, request: dg.RunRequest) -> dg.DagsterRun:
         """A run as the daemon makes one of a request, that nobody executes."""
@@ -341,8 +342,28 @@ def test_it_has_the_webserver_reload_where_one_is_named(settings: Settings, tiny
         address, asked = stack.enter_context(webserver(entry(__typename="RepositoryLocation")))
         location = stack.enter_context(watched(replace(settings, webserver=address)))
         tiny_pool(["a", "b", "c"])
-        assert location.tick().said == "pool files changed in what is read once: the code location is reloaded"
-    assert asked == [("/graphql", {"name": "pipelines.definitions"})]
+        first = location.tick()
+        assert first.said == "pool files changed in what is read once: the code location is reloaded"
+        assert asked == [("/graphql", {"name": "pipelines.definitions"})]
+        # The daemon goes on with the location that it has until it sees the new one.
+        again = location.tick(first.cursor)
+        assert again.said == f"{first.said}, and is not seen here yet" and len(asked) == 1
+        assert again.cursor == first.cursor is not None
+        wanted, _, when = first.cursor.partition(" ")
+        location.tick(f"{wanted} {float(when) - 121}")
+        assert len(asked) == 2
+        tiny_pool(["a", "b", "d"])
+        location.tick(first.cursor)
+        assert len(asked) == 3
+
+
+def test_what_was_not_reloaded_is_asked_for_again(settings: Settings, tiny_pool: PoolWriter) -> None:
+    with ExitStack() as stack:
+        address, asked = stack.enter_context(webserver({"errors": []}))
+        location = stack.enter_context(watched(replace(settings, webserver=address)))
+        tiny_pool(["a", "b", "c"])
+        location.tick(location.tick().cursor)
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

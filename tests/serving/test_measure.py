@@ -268,9 +268,17 @@ def lives(pid: int, born: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("moment", ["starting", "loading", "asking"])
-def test_nothing_outlives_who_measures(tmp_path: Path, how: signal.Signals, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [
+        ("starting", signal.SIGINT),
+        ("starting", signal.SIGKILL),
+        ("loading", signal.SIGTERM),
+        ("asking", signal.SIGTERM),
+        ("asking", signal.SIGKILL),
+    ],
+)
+def test_nothing_outlives_who_measures(tmp_path: Path, moment: str, how: signal.Signals) -> None:
     with measurer(tiny_llama(tmp_path / "m", **SIZE), "transformers", "", tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "starting\n"

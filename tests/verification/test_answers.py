@@ -33,7 +33,7 @@ from sandhi_core.verification.answers import TEXTS, Compared, compared, prompts_
 from sandhi_core.verification.exports import verify
 from sandhi_core.verification.servers import Measuring
 from tests.conftest import VLLM
-from tests.pipelines.conftest import Line, built
+from tests.pipelines.conftest import Line, built, line_alone
 from tests.searched import TASKS, searched_pool
 from tests.serving.test_measure import ends_all, measurer
 
@@ -63,12 +63,14 @@ def line(
 
 @pytest.fixture(scope="session")
 def fp32(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Line:
-    return line(tmp_path_factory.mktemp("fp32"), trained, torch.float32)
+    with line_alone():
+        return line(tmp_path_factory.mktemp("fp32"), trained, torch.float32)
 
 
 @pytest.fixture(scope="session")
 def bf16(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Line:
-    return line(tmp_path_factory.mktemp("bf16"), trained, torch.bfloat16)
+    with line_alone():
+        return line(tmp_path_factory.mktemp("bf16"), trained, torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
@@ -148,14 +150,12 @@ def test_transformers_choose_the_tokens_of_the_search_in_bf16(bf16: Line) -> Non
         assert answers.equal and answers.different <= 6 and answers.largest <= 0.15, answers
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_other_weights_answer_otherwise(kind: str, request: pytest.FixtureRequest) -> None:
+def test_other_weights_answer_otherwise(bf16: Line) -> None:
     """What is compared is able to differ: each model's own checkpoint in place of the merged weights."""
-    line = request.getfixturevalue(kind)
-    pool = load_pool(line.pool)
-    prompts = prompts_of(*export_of(line), pool, 5)
+    pool = load_pool(bf16.pool)
+    prompts = prompts_of(*export_of(bf16), pool, 5)
     held = hold({entry.name: Path(entry.path) for entry in pool.models}, prompts=prompts)
-    for answers in answers_of(line, held.completions).values():
+    for answers in answers_of(bf16, held.completions).values():
         assert not answers.equal and answers.largest > 1 and answers.different - answers.ties > 5, answers
 
 
@@ -236,7 +236,8 @@ def test_two_engines_answer_as_the_search_scored_in_fp32(fp32: Line, tmp_path: P
     pool, root = tmp_path / "pool.yaml", tmp_path / "root"
     pool.write_text(yaml.safe_dump(document))
     subprocess.run(["cp", "-a", fp32.root, root], check=True)
-    mixed = Line(pool, root, built(pool, root))
+    with line_alone():
+        mixed = Line(pool, root, built(pool, root))
     assert {stage for stage, _ in mixed.document["ran"]} == {"sharing_proof", "deployment"}
     assert export_of(mixed)[1] == export_of(fp32)[1]
     table, ok = verify(export_of(mixed)[0], Measuring("vllm", str(VLLM), pool=load_pool(mixed.pool), answers=PROMPTS))
