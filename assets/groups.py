@@ -14,11 +14,11 @@ from sandhi_core.grouping.groups import make_groups
 from sandhi_core.grouping.kinship import families
 from sandhi_core.grouping.methods import Measures
 from sandhi_core.merging import squared_distance
+from sandhi_core.offers import TOLD_EVERY, Offers
 from sandhi_core.records import Groups, Profile, Recipe, Slot, digest_of
 from sandhi_core.report.stages import groups_table, left_out_table
 from sandhi_core.rungs.allotment import Candidate
 from sandhi_core.rungs.choice import Evidence
-from sandhi_core.rungs.offers import TOLD_EVERY, Offers
 
 
 def run(job: Job) -> Outcome:

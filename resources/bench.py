@@ -13,13 +13,13 @@ from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.scorelog import ScoreLog
 from sandhi_core.graph import Catalogue
 from sandhi_core.holdout import deployed_holdouts
+from sandhi_core.offers import ALL, Offers
 from sandhi_core.pools.pool import Base, ModelEntry, Pool
 from sandhi_core.preflight.checks import check_base
 from sandhi_core.recipes import SharedTensors
 from sandhi_core.records import Contributor, Fingerprint, HoldoutScore, OperatingPoints, Plan, Record
 from sandhi_core.rungs.allotment import Bid
 from sandhi_core.rungs.grams import Gram
-from sandhi_core.rungs.offers import ALL, Offers
 from sandhi_core.store import Store
 
 R = TypeVar("R", bound=Record)

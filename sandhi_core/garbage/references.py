@@ -6,9 +6,9 @@ from pathlib import Path
 
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.assignment import parts_of
+from sandhi_core.offers import short_file, spectrum_file
 from sandhi_core.recipes import recipe_key
 from sandhi_core.records import Fingerprint, Manifest, Plan, Trajectory
-from sandhi_core.rungs.offers import short_file, spectrum_file
 from sandhi_core.store import Store
 
 

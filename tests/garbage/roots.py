@@ -13,9 +13,9 @@ from sandhi_core.garbage.in_use import InUse
 from sandhi_core.garbage.plan import Garbage, garbage
 from sandhi_core.graph import Catalogue
 from sandhi_core.layout import DEPLOYMENT
+from sandhi_core.offers import short_file, spectrum_file
 from sandhi_core.recipes import recipe_key
 from sandhi_core.records import Contributor, Plan, PlannedMerge, PlannedStep, Recipe, Step, Trajectory
-from sandhi_core.rungs.offers import short_file, spectrum_file
 from tests.deployed import deployed
 from tests.exported import DOWN, GATE, Case
 

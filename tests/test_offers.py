@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from sandhi_core import offers as module
 from sandhi_core.assignment import factor_names
 from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.checkpoints.scan import fingerprint
 from sandhi_core.evaluation.evaluator import Evaluator, merged_weights
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.scorelog import ScoreLog
+from sandhi_core.offers import Offers
 from sandhi_core.pools.pool import EvaluationSettings, ModelEntry, TaskBudget
 from sandhi_core.records import Contributor, Fingerprint, Plan, PlannedMerge, PlannedStep, Recipe
-from sandhi_core.rungs import offers as module
 from sandhi_core.rungs.allotment import Bid, nbytes
-from sandhi_core.rungs.offers import Offers
 from sandhi_core.store import Store
 from tests.evaluation.local_tasks import choice_task
 from tests.models import tiny

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sandhi_core.evaluation import plain
+from sandhi_core.evaluation.plain import plain_squares
 from sandhi_core.evaluation.uses import Use
-from sandhi_core.rungs import plain
 from sandhi_core.rungs.grams import RIDGE, GramSum
-from sandhi_core.rungs.plain import plain_squares
 
 seeds = st.integers(0, 2**16)
 

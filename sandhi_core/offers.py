@@ -20,9 +20,9 @@ from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.checkpoints.side_files import keep, kept
 from sandhi_core.errors import MergeError
 from sandhi_core.evaluation.inputs import Inputs
+from sandhi_core.evaluation.plain import plain_squares
 from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, nbytes
-from sandhi_core.rungs.plain import plain_squares
 from sandhi_core.rungs.residual import Residual, cut, spectrum
 from sandhi_core.savings import worth_a_file
 from sandhi_core.store import Store
