@@ -26,7 +26,7 @@ from sandhi_core.evaluation.splits import split_of
 from sandhi_core.graph import STAGES
 from sandhi_core.layout import read_manifest
 from sandhi_core.pools.pool import load_pool
-from sandhi_core.records import Trajectory
+from sandhi_core.records import HoldoutScore, OperatingPoints, Trajectory
 from tests.conftest import CHECKOUT, OUTSIDER, SPECIALISTS
 from tests.pipelines.conftest import Line, built, sandhi
 
@@ -214,3 +214,14 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def records(root: Path, stage: str) -> dict[str, object]:
     return {p.name: json.loads(p.read_text())["record"] for p in sorted((root / "records" / stage).glob("*.json"))}
+
+
+def test_a_build_reports_exports_and_deploys_the_same_cutoffs(line: Line) -> None:
+    artifacts = Artifacts(line.root)
+    (name,) = line.document["pools"]
+    deployed = artifacts.load(OperatingPoints, "operating_points", name).deployed
+    manifest = read_manifest(Path(line.result["export"]))
+    for model, result in line.result["models"].items():
+        score = artifacts.load(HoldoutScore, "holdout", f"{name}.{model}").going(deployed.cutoffs[model])
+        assert manifest.models[model].weights == score.weights
+        assert {t["task"]: t["merged"] for t in result["tasks"]} == {t: r.merged for t, r in score.tasks.items()}

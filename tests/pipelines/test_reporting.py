@@ -9,9 +9,7 @@ import yaml
 from pipelines.reporting import report, report_pool
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.errors import PoolError, UsageError
-from sandhi_core.layout import read_manifest
-from sandhi_core.records import HoldoutScore, OperatingPoints
-from tests.pipelines.conftest import Line, PoolWriter, built, sandhi
+from tests.pipelines.conftest import PoolWriter, built, sandhi
 from tests.synthetic import holdout, points_at
 
 
@@ -120,15 +118,3 @@ def test_a_report_says_where_the_pool_file_was_changed_since_or_never_built(
     assert status == 0 and "operating_points; merged_weights; sharing_proof; deployment.</li>" in (
         Path(out.strip()).read_text()
     ), err
-
-
-@pytest.mark.slow
-def test_a_build_reports_exports_and_deploys_the_same_cutoffs(line: Line) -> None:
-    artifacts = Artifacts(line.root)
-    (name,) = line.document["pools"]
-    deployed = artifacts.load(OperatingPoints, "operating_points", name).deployed
-    manifest = read_manifest(Path(line.result["export"]))
-    for model, result in line.result["models"].items():
-        score = artifacts.load(HoldoutScore, "holdout", f"{name}.{model}").going(deployed.cutoffs[model])
-        assert manifest.models[model].weights == score.weights
-        assert {t["task"]: t["merged"] for t in result["tasks"]} == {t: r.merged for t, r in score.tasks.items()}

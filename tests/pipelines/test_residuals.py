@@ -78,10 +78,6 @@ def test_residuals_are_exported_counted_and_proved(ladder: Line) -> None:
     assert status == 0 and json.loads(out)["problems"] == [], err
 
 
-def test_it_saves_more_than_averages_alone(ladder: Line, line: Line) -> None:
-    assert ladder.result["bytes"]["claimed"] > line.result["bytes"]["claimed"]
-
-
 @pytest.mark.parametrize("model", SPECIALISTS)
 def test_our_loader_scores_the_export_as_reported_and_stock_transformers_refuses_residuals(
     ladder: Line, trained: Path, model: str
