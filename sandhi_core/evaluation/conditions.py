@@ -1,10 +1,10 @@
 """Under what conditions models are scored: everything besides weights and tasks that decides a score."""
 
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from sandhi_core.evaluation.taskfiles import installed
 from sandhi_core.pools.pool import EvaluationSettings
 
 SCORING_VERSION = 4
@@ -21,7 +21,7 @@ def conditions(settings: EvaluationSettings) -> dict[str, Any]:
         "dtype": str(dtype_of(settings)),
         "device": device_of(settings).partition(":")[0],
         "batch_tokens": settings.batch_tokens,
-        "versions": {package: version(package) for package in ("torch", "transformers", "lm_eval")},
+        "versions": {package: installed(package) for package in ("torch", "transformers", "lm_eval")},
     }
 
 

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,12 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("!function", lambda loader, node: _Function(str(node.value)))
+
+
+@cache
+def installed(package: str) -> str:
+    """The version of a package. It is asked for at every look at the graph, and reading it takes milliseconds."""
+    return version(package)
 
 
 def find_task(include: Path | None, task: str) -> Path | None:
@@ -77,7 +84,7 @@ def task_identity(include: Path | None, task: str) -> str:
 
     Raises TaskError where a file cannot be read or is not there.
     """
-    digest = hashlib.sha256(f"{task}\nlm_eval {version('lm_eval')}\n".encode())
+    digest = hashlib.sha256(f"{task}\nlm_eval {installed('lm_eval')}\n".encode())
     for path in task_files(include, task):
         digest.update(f"{path.name}\n".encode())
         try:
