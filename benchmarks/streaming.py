@@ -125,6 +125,7 @@ def do_merge(folder: Path, out: Path) -> None:
     groups = make_groups("pair", "all", found, profiles, pool.grouping, pool.merging, pool.profile.gate, None)
     shared = SharedTensors(Store(out / "store"), folder / "scans", lambda m: (opened[m], found[m]), _no_gram)
     tensors: dict[str, dict[str, str]] = {name: {} for name in NAMES}
+    shared.prepare(group.recipe for group in groups.groups)
     for group in groups.groups:
         digest = shared.digest(group.recipe)
         for slot in group.members:
