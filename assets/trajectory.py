@@ -71,6 +71,7 @@ def _ladder(job: Job, evaluator: Evaluator) -> tuple[Trajectory, dict[str, float
     pool, entry = job.bench.catalogue.entry(job.key)
     plan = job.bench.artifacts.load(Plan, "plan", job.key)
     fingerprint, offering = job.bench.fingerprint(entry.name), job.bench.offers(pool, entry, evaluator)
+    job.bench.shared_tensors(pool).prepare(merge.recipe for step in plan.steps for merge in step.merges)
     offers = offering.of(plan, told=job.log)
     candidates = {name: offer.candidate for name, offer in offers.items()}
     rungs = distinct(candidates, PRICES, own=pool.deploy.adapters is None)

@@ -9,11 +9,14 @@ whatever else the machine does strikes all alike; a ratio is that of one round, 
 - cp: both checkpoints copied by `cp`, then `sync` of the copies: what any way costs that reads and writes all bytes
 - check: every byte of both read once for digests, statistics and NaN
 - export: both exported with nothing shared: every byte read, held to its digest, written and flushed to the disk
-- merge and export: all projections averaged, and both models exported with them
+- merge and export: all projections averaged, made ahead as a build makes them, and both models exported with them
 - mergekit: its linear merge of the two, which gives one model (no digests, not flushed)
 
-Speed counts the bytes read. `anonymous` is the most memory that cannot be dropped (RssAnon, looked at every 20 ms),
-less what the process had after its imports; `resident` the same of all, mapped pages of files included.
+Speed counts the bytes of both checkpoints, which come from memory as a rule, since the machine has just seen them.
+`written` is what then lies on the disk: what is merged lies there once instead of twice, so that merging writes half of
+what `cp` does; but it reads what it merges twice (digest, mean), and what it wrote once more. `anonymous` is the most
+memory that cannot be dropped (RssAnon, looked at every 20 ms), less what the process had after its imports; `resident`
+the same of all, mapped pages of files included.
 """
 
 import argparse
@@ -68,6 +71,7 @@ class Took:
     seconds: float
     cpu: float
     read: int
+    written: int
     anonymous: int
     resident: int
 
@@ -125,6 +129,7 @@ def do_merge(folder: Path, out: Path) -> None:
     groups = make_groups("pair", "all", found, profiles, pool.grouping, pool.merging, pool.profile.gate, None)
     shared = SharedTensors(Store(out / "store"), folder / "scans", lambda m: (opened[m], found[m]), _no_gram)
     tensors: dict[str, dict[str, str]] = {name: {} for name in NAMES}
+    shared.prepare(group.recipe for group in groups.groups)
     for group in groups.groups:
         digest = shared.digest(group.recipe)
         for slot in group.members:
@@ -164,7 +169,7 @@ DO = {"check": do_check, "export": do_export, "merge and export": do_merge, "not
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
-def _measured(way: str, folder: Path, commands: Sequence[Sequence[str]]) -> Took:
+def _measured(way: str, folder: Path, out: Path, commands: Sequence[Sequence[str]]) -> Took:
     begun, cpu, anonymous, resident = time.perf_counter(), 0.0, 0, 0
     for command in commands:
         with subprocess.Popen(command, stdout=sys.stderr) as process:
@@ -177,7 +182,13 @@ def _measured(way: str, folder: Path, commands: Sequence[Sequence[str]]) -> Took
             raise RuntimeError(f"{way} failed: {' '.join(command)}")
     took = time.perf_counter() - begun
     nbytes = sum(f.stat().st_size for n in NAMES for f in (folder / n).glob("*.safetensors"))
-    return Took(way, took, cpu, nbytes, anonymous, resident)
+    return Took(way, took, cpu, nbytes, _written(out), anonymous, resident)
+
+
+def _written(out: Path) -> int:
+    """Bytes of all files, one with several names counted once."""
+    found = (path.stat() for path in out.rglob("*") if path.is_file())
+    return sum({status.st_ino: status.st_size for status in found}.values())
 
 
 def _memory(pid: int) -> tuple[int, int, float]:
@@ -220,7 +231,7 @@ def run(folder: Path, rounds: int, mergekit: Path | None) -> list[Took]:
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             subprocess.run(["sync"], check=True)
-            took = _measured(way, folder, _commands(way, folder, out, mergekit))
+            took = _measured(way, folder, out, _commands(way, folder, out, mergekit))
             say(f"round {n + 1}, {way}: {took.seconds:.1f} s, {took.cpu:.1f} s of the processor")
             found.append(took)
     shutil.rmtree(folder / "out", ignore_errors=True)
@@ -248,10 +259,11 @@ def shown(found: Sequence[Took]) -> str:
                 seconds(cpu),
                 f"{statistics.median(speeds):,.0f}",
                 f"{statistics.median(ratios):.2f}",
+                f"{max(t.written for t in of(way)) / 2**20:,.0f}",
                 *(f"{value / 2**20:,.0f}" for value in peak),
             )
         )
-    head = ("way", "s", "processor, s", "MB/s read", "speed of cp", "anonymous, MiB", "resident, MiB")
+    head = ("way", "s", "processor, s", "MB/s read", "speed of cp", "written, MiB", "anonymous, MiB", "resident, MiB")
     note = f"Ours less starting Python and importing, {seconds(start['seconds'])} s, and the memory held then."
     return f"{table(head, lines)}\n\n{note}"
 

@@ -142,8 +142,10 @@ class Bench:
             return
         pool, entry = self.catalogue.entry(key)
         plan = self.artifacts.load(Plan, "plan", key)
-        for merge in (merge for step in plan.steps for merge in step.merges if merge.tensor in gone):
-            self.shared_tensors(pool).digest(merge.recipe)
+        merges, shared = [m for step in plan.steps for m in step.merges if m.tensor in gone], self.shared_tensors(pool)
+        shared.prepare(merge.recipe for merge in merges)
+        for merge in merges:
+            shared.digest(merge.recipe)
             if not self.store.has(assignment.tensors[merge.tensor]):
                 raise _other("shared tensor", key, merge.tensor)
         offering = self.offers(pool, entry, self.evaluator(pool, entry))

@@ -25,6 +25,7 @@ from sandhi_core.layout import MANIFEST, index_bytes, index_name, make_manifest,
 from sandhi_core.pools.pool import Pool
 from sandhi_core.records import ExportedTensor, Fingerprint, Linked, Manifest, MergedWeights
 from sandhi_core.store import Store
+from sandhi_core.threads import each_on_a_thread
 
 _CLONE = 0x40049409  # FICLONE, ioctl_ficlonerange(2)
 _CHUNK = 16 << 20  # bytes
@@ -84,6 +85,7 @@ def _write(
     assignments: Mapping[str, Assignment],
     store: Store,
 ) -> None:
+    _provide(manifest, checkpoints, store)
     placed: dict[Path, Path] = {}  # store entry -> its first place in this export
     for name, model in sorted(manifest.models.items()):
         target, checkpoint = staging / model.directory, checkpoints[name]
@@ -100,18 +102,31 @@ def _write(
                         raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
                 continue
             ((tensor_name, tensor),) = members.items()
-            entry = store.path(tensor.digest, tensor_name)
-            if entry not in placed and tensor.sharing == "duplicate":
-                if store.put_raw(*_own(checkpoint, tensor_name)) != tensor.digest:
-                    raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
-            elif entry not in placed:
-                store.provide(tensor.digest, tensor_name)
-            _place(entry, target / file, model.linked, placed)
+            _place(store.path(tensor.digest, tensor_name), target / file, model.linked, placed)
         write_atomic(target / index_name(model), index_bytes(model), mode=0o444)
     _stock(staging, manifest)
     write_atomic(staging / MANIFEST, manifest.canonical(), mode=0o444)
     for directory, _, _ in os.walk(staging, topdown=False):
         fsync_directory(Path(directory))
+
+
+def _provide(manifest: Manifest, checkpoints: Mapping[str, Checkpoint], store: Store) -> None:
+    """Have every shared tensor in the store, read back and right to the byte: several at once."""
+    wanted: dict[Path, tuple[Checkpoint, str, ExportedTensor]] = {}
+    for model_name, model in sorted(manifest.models.items()):
+        for name, tensor in sorted(model.tensors.items()):
+            if tensor.sharing != "private":
+                wanted.setdefault(store.path(tensor.digest, name), (checkpoints[model_name], name, tensor))
+
+    def provide(source: tuple[Checkpoint, str, ExportedTensor]) -> None:
+        checkpoint, name, tensor = source
+        if tensor.sharing == "merged":
+            store.provide(tensor.digest, name)
+        elif store.put_raw(*_own(checkpoint, name)) != tensor.digest:
+            raise _changed(checkpoint, checkpoint.header(name).file, name)
+
+    for _ in each_on_a_thread(provide, wanted.values()):
+        pass
 
 
 def _stock(staging: Path, manifest: Manifest) -> None:

@@ -1,6 +1,6 @@
 """Recipe -> bytes in the store: made once from the contributors' original tensors, then found by digest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from sandhi_core.merging import merge
 from sandhi_core.records import Contributor, Fingerprint, Recipe, digest_of
 from sandhi_core.rungs.grams import Gram
 from sandhi_core.store import Store
+from sandhi_core.threads import each_on_a_thread
 
 WORKERS = 4
 """Contributors that are held to their digests at once."""
@@ -41,6 +42,18 @@ class SharedTensors:
         self._scans = scans
         self._opened = opened
         self._gram = gram
+
+    def prepare(self, recipes: Iterable[Recipe]) -> None:
+        """Make what `digest` is going to be asked for: on several threads, one works while another waits for the disk.
+        What needs moments of inputs is left to `digest`, since a model may have to answer for them first.
+
+        Raises as `digest` does.
+        """
+        asked = [r for r in recipes if r.method != "regmean" and self._store.recipe_tensor(recipe_key(r)) is None]
+        for model in sorted({c.model for recipe in asked for c in recipe.contributors}):
+            self._opened(model)  # opens and keeps, on one thread
+        for _ in each_on_a_thread(self.digest, {recipe.digest: recipe for recipe in asked}.values()):
+            pass
 
     def digest(self, recipe: Recipe) -> str:
         """The digest of the recipe's tensor, in the store under its first contributor's tensor name.

@@ -135,6 +135,18 @@ def test_the_same_inputs_give_the_same_bytes(case: Case, tmp_path: Path) -> None
     assert contents(first) == contents(second)
 
 
+@pytest.mark.parametrize("threads", [1, 5])
+def test_the_bytes_do_not_depend_on_the_number_of_threads(case: Case, tmp_path: Path, threads: int) -> None:
+    first, before = contents(case.exported()[0]), torch.get_num_threads()
+    other = copy_case(case, tmp_path / "other")
+    try:
+        torch.set_num_threads(threads)
+        assert contents(other.exported()[0]) == first
+    finally:
+        torch.set_num_threads(before)
+    assert contents(other.store.root) == contents(case.store.root)
+
+
 def test_an_intact_export_is_kept(case: Case) -> None:
     root, _ = case.exported()
     before = {p: p.stat().st_ino for p in root.rglob("*")}

@@ -166,6 +166,26 @@ def test_what_is_not_finite_is_refused(bad: float) -> None:
         merge(recipe(tensors), tensors, None)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 90)),
+    st.sampled_from(["F64", "F32", "BF16", "F16"]),
+    st.lists(st.tuples(st.integers(0, 809), st.sampled_from([float("nan"), float("inf"), -float("inf")])), max_size=2),
+)
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(
+    shape: tuple[int, int], dtype: str, bad: list[tuple[int, float]]
+) -> None:
+    (tensor,) = random(1, shape, dtype)
+    tensor.view(-1)[0] = torch.finfo(torch.float32 if dtype == "F64" else DTYPES[dtype]).max  # finite, and stays so
+    for at, value in bad:
+        tensor.view(-1)[at % tensor.numel()] = value
+    if tensor.isfinite().all():
+        assert merge(recipe([tensor], dtype=dtype), [tensor], None).isfinite().all()
+    else:
+        with pytest.raises(MergeError, match="not finite"):
+            merge(recipe([tensor], dtype=dtype), [tensor], None, block_bytes=300)
+
+
 def test_a_mean_that_only_the_cast_makes_infinite_is_refused() -> None:
     tensors = random(2, (2, 4), "F16")
     wide = [RowStatistics(torch.zeros(2), torch.full((2,), 60_000.0)) for _ in tensors]

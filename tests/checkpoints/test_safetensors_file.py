@@ -20,7 +20,9 @@ from sandhi_core.checkpoints.safetensors_file import (
     map_file,
     raw_bytes,
     read_header,
+    tensor_digest,
     tensor_over,
+    write_hashed,
     write_safetensors,
 )
 
@@ -89,6 +91,16 @@ def test_the_file_is_read_only_and_alone(tmp_path: Path) -> None:
     write_safetensors(path, [entry("w", torch.ones(2))])
     assert path.stat().st_mode & 0o777 == 0o444
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_hashed_while_written_it_is_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    entries = [entry(n, t) for n, t in (of_every_dtype((3, 5)) | {"none": torch.empty(0, 4)}).items()]
+    write_safetensors(tmp_path / "a", entries)
+    monkeypatch.setattr("sandhi_core.checkpoints.safetensors_file._CHUNK", chunk)
+    found = write_hashed(tmp_path / "b", entries)
+    assert found == {e.name: tensor_digest(e.dtype, e.shape, e.raw) for e in entries}
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
