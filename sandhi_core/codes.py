@@ -88,7 +88,10 @@ CODES: dict[str, dict[str, Explanation]] = {
             "Something that is neither a file nor a link to one lies in the directory.", "Move it elsewhere."
         ),
         "file-name": Explanation("The name of a file is not printable.", "Rename it."),
-        "file-unreadable": Explanation("A file or folder cannot be read.", "Give read permission."),
+        "file-unreadable": Explanation(
+            "A file or folder cannot be read: permission is missing, or its disk fails.",
+            "Give read permission; of a disk that fails, put the model on another, from a sound copy.",
+        ),
         "lfs-pointer": Explanation(
             "A file is a Git LFS pointer, not what it stands for.", "`git lfs pull`, or download it again."
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.checkpoints.checkpoint import tensor_digest
-from sandhi_core.checkpoints.safetensors_file import FormatError, map_file, release
+from sandhi_core.checkpoints.safetensors_file import FormatError, UnreadError, map_file, release
 from sandhi_core.errors import Problem
 from sandhi_core.files import is_aside
 from sandhi_core.layout import DEPLOYMENT, MANIFEST, index_bytes, index_name, shards, unlinked
@@ -153,9 +153,12 @@ def _copy(path: Path, digest: str) -> Iterator[str]:
     if problem := unreadable(path):
         yield problem
         return
-    with path.open("rb") as f:
-        if hashlib.file_digest(f, "sha256").hexdigest() != digest:
-            yield "differs from what was exported"
+    try:
+        with path.open("rb") as f:
+            if hashlib.file_digest(f, "sha256").hexdigest() != digest:
+                yield "differs from what was exported"
+    except OSError as error:
+        yield f"cannot be read: {error.strerror or error}"
 
 
 def unreadable(path: Path) -> str | None:
@@ -215,13 +218,14 @@ def _facts(tensor: ExportedTensor) -> tuple[str, tuple[int, ...], int, str]:
 
 
 def _read(path: Path) -> Found | str:
-    try:
-        entries = map_file(path)
-    except FormatError as error:
-        return f"is damaged: {error}"
     found = {}
-    for name, entry in entries.items():
-        digest = tensor_digest(entry.dtype, entry.shape, entry.raw)
-        found[name] = entry.dtype, entry.shape, entry.raw.nbytes, digest
-        release(entry.raw)
+    try:
+        for name, entry in map_file(path).items():
+            digest = tensor_digest(entry.dtype, entry.shape, entry.raw)
+            found[name] = entry.dtype, entry.shape, entry.raw.nbytes, digest
+            release(entry.raw)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except FormatError as error:
+        return str(error) if isinstance(error, UnreadError) else f"is damaged: {error}"
     return found

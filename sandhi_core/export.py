@@ -13,11 +13,12 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from sandhi_core.adapters import Link, stock_files, stock_plan
 from sandhi_core.assignment import Assignment, factors_among
 from sandhi_core.checkpoints.checkpoint import Checkpoint
-from sandhi_core.checkpoints.safetensors_file import Entry, write_hashed
+from sandhi_core.checkpoints.safetensors_file import Entry, UnreadError, write_hashed
 from sandhi_core.disk import verify_disk
 from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.files import aside, flush, fsync_directory, unwritable, write_atomic, writing
@@ -95,8 +96,13 @@ def _write(
         for file, members in shards(model).items():
             if all(tensor.sharing == "private" for tensor in members.values()):
                 assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
-                with writing(target / file, sum(tensor.nbytes for tensor in members.values())):
-                    found = write_hashed(target / file, _private(members, checkpoint, assigned, store))
+                try:
+                    with writing(target / file, sum(tensor.nbytes for tensor in members.values())):
+                        found = write_hashed(target / file, _private(members, checkpoint, assigned, store))
+                except UnreadError as error:
+                    if error.tensor in assigned:
+                        raise store.unread(members[error.tensor].digest) from None
+                    raise checkpoint.unread(error.tensor) from None
                 for tensor_name, tensor in members.items():
                     if found[tensor_name] != tensor.digest:
                         raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
@@ -122,8 +128,10 @@ def _provide(manifest: Manifest, checkpoints: Mapping[str, Checkpoint], store: S
         checkpoint, name, tensor = source
         if tensor.sharing == "merged":
             store.provide(tensor.digest, name)
-        elif store.put_raw(*_own(checkpoint, name)) != tensor.digest:
+            return
+        if store.put(name, checkpoint.tensor(name)) != tensor.digest:
             raise _changed(checkpoint, checkpoint.header(name).file, name)
+        checkpoint.release(name)
 
     for _ in each_on_a_thread(provide, wanted.values()):
         pass
@@ -170,13 +178,18 @@ def _copy_beside(checkpoint: Checkpoint, file: str, digest: str, target: Path) -
     target.parent.mkdir(parents=True, exist_ok=True)
     seen = hashlib.sha256()
     with (checkpoint.directory / file).open("rb") as source, target.open("xb") as copy:
-        while chunk := source.read(_CHUNK):
+        while chunk := _read(checkpoint, file, source):
             seen.update(chunk)
             copy.write(chunk)
         flush(copy)
     target.chmod(0o444)
     if seen.hexdigest() != digest:
         raise _changed(checkpoint, file)
+
+
+def _read(checkpoint: Checkpoint, file: str, source: BinaryIO) -> bytes:
+    with checkpoint.reading(file):
+        return source.read(_CHUNK)
 
 
 def _changed(checkpoint: Checkpoint, file: str, tensor: str | None = None) -> CheckpointError:

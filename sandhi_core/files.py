@@ -34,6 +34,17 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
+def read_at(handle: int, buffer: memoryview, start: int) -> bool:
+    """Fill a buffer with a file's bytes from `start` on; False where the file ends before. Raises OSError."""
+    filled = 0
+    while filled < buffer.nbytes:
+        read = os.preadv(handle, [buffer[filled:]], start + filled)
+        if not read:
+            return False
+        filled += read
+    return True
+
+
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by `data` so that a crash at any moment leaves the old file or the new one, never a part.
 
@@ -153,6 +164,8 @@ def unwritable(path: Path, error: OSError, nbytes: int = 0) -> StoreError:
         needed = f"it takes {nbytes} bytes, and " if nbytes else ""
         message = f"{message}: {needed}{_free(path)} bytes are free"
         remedy = "free space there, or choose an artifact root on another disk with --root; what is done is kept"
+    elif error.errno == errno.EIO:
+        remedy = "its disk fails: choose an artifact root on another with --root, to which a sound copy may be restored"
     return StoreError(message, file=str(path), remedy=remedy)
 
 

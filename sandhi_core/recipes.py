@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sandhi_core.checkpoints.checkpoint import Checkpoint, tensor_digest
-from sandhi_core.checkpoints.safetensors_file import release
+from sandhi_core.checkpoints.safetensors_file import raw_bytes
 from sandhi_core.checkpoints.scan import RowStatistics, row_statistics
 from sandhi_core.errors import MergeError
 from sandhi_core.graph import STAGES
@@ -76,14 +76,15 @@ class SharedTensors:
         grams = [self._gram(c) for c in recipe.contributors] if recipe.method == "regmean" else None
         digest = self._store.put(recipe.contributors[0].tensor, merge(recipe, tensors, rows, grams))
         for checkpoint, contributor in zip(checkpoints, recipe.contributors, strict=True):
-            release(checkpoint.raw(contributor.tensor))
+            checkpoint.release(contributor.tensor)
         self._store.remember_recipe(key, digest)
         return digest
 
 
 def _checked(checkpoint: Checkpoint, contributor: Contributor) -> Tensor:
     header = checkpoint.header(contributor.tensor)
-    found = tensor_digest(header.dtype, header.shape, checkpoint.raw(contributor.tensor))
+    tensor = checkpoint.tensor(contributor.tensor)
+    found = tensor_digest(header.dtype, header.shape, raw_bytes(tensor))
     if found != contributor.digest:
         raise MergeError(
             "the tensor is not the one that was grouped: the checkpoint changed since",
@@ -92,4 +93,4 @@ def _checked(checkpoint: Checkpoint, contributor: Contributor) -> Tensor:
             tensor=contributor.tensor,
             remedy="build again, so that the model's checkpoint stage sees the new files",
         )
-    return checkpoint.tensor(contributor.tensor)
+    return tensor

@@ -20,6 +20,7 @@ from sandhi_core.checkpoints.checkpoint import tensor_digest
 from sandhi_core.checkpoints.safetensors_file import (
     Entry,
     FormatError,
+    UnreadError,
     dtype_name,
     map_file,
     raw_bytes,
@@ -92,11 +93,15 @@ class Store:
             name = path.name.removesuffix(_SUFFIX)
             if self._intact(path, digest, name):
                 return map_file(path)[name]
-        raise StoreError(
-            "every entry of this tensor is damaged" if paths else "no such tensor in the store",
-            file=str(self.root / digest),
-            remedy="remove this directory and build again: it is made anew from the checkpoints",
-        )
+        raise self._lost(digest, "every entry of this tensor is damaged" if paths else "no such tensor in the store")
+
+    def unread(self, digest: str) -> StoreError:
+        """What to raise where an entry was sound, and cannot be read now that its bytes are asked for."""
+        return self._lost(digest, str(UnreadError()))
+
+    def _lost(self, digest: str, message: str) -> StoreError:
+        remedy = "remove this directory and build again: it is made anew from the checkpoints"
+        return StoreError(message, file=str(self.root / digest), remedy=remedy)
 
     def tensor(self, digest: str) -> Tensor:
         """The tensor as a read-only view of its file. Raises StoreError as `entry` does."""
@@ -137,11 +142,11 @@ class Store:
     def _intact(path: Path, digest: str, name: str) -> bool:
         try:
             entries = map_file(path)
+            if list(entries) != [name]:
+                return False
+            _, dtype, shape, raw = entries[name]
+            found = tensor_digest(dtype, shape, raw)
         except (OSError, FormatError):
             return False
-        if list(entries) != [name]:
-            return False
-        _, dtype, shape, raw = entries[name]
-        found = tensor_digest(dtype, shape, raw)
         release(raw)
         return found == digest

@@ -6,6 +6,7 @@ header padded with spaces, then the tensors' bytes without holes. What is writte
 """
 
 import ctypes
+import errno
 import hashlib
 import json
 import mmap
@@ -50,6 +51,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 _MOST_DIMENSIONS = 64  # numpy's limit; torch takes as many
 _CHUNK = 1 << 20  # bytes handed to one write: still near the processor when they have just been hashed
+_POPULATE_READ = 22  # MADV_POPULATE_READ, madvise(2)
 PAGE = mmap.PAGESIZE
 """Bytes of which the kernel maps a file in wholes."""
 ALIGNMENT = 8  # of the first tensor's byte in a file, as safetensors itself does
@@ -57,6 +59,14 @@ ALIGNMENT = 8  # of the first tensor's byte in a file, as safetensors itself doe
 
 class FormatError(ValueError):
     """A file is not what safetensors' format allows. The message is a reason; callers add file and remedy."""
+
+
+class UnreadError(FormatError):
+    """Mapped bytes cannot be read: their file was cut short, or its disk fails. `tensor`: whose they are, if known."""
+
+    def __init__(self, tensor: str = "") -> None:
+        super().__init__(f"cannot be read: {os.strerror(errno.EIO)}")
+        self.tensor = tensor
 
 
 class Entry(NamedTuple):
@@ -92,9 +102,12 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 def tensor_digest(dtype: str, shape: Sequence[int], raw: bytes | bytearray | memoryview) -> str:
     """sha256, hex, over dtype (safetensors' spelling), shape and bytes: `BF16:128,64`, a newline, the data in
-    row-major order (docs/format.md, "Digest")."""
+    row-major order (docs/format.md, "Digest"). Raises UnreadError where `raw` is mapped and cannot be read."""
     digest = hashlib.sha256(digest_prefix(dtype, shape))
-    digest.update(raw)
+    for start in range(0, len(raw), _CHUNK):
+        chunk = memoryview(raw)[start : start + _CHUNK]
+        present(chunk)
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -106,11 +119,25 @@ def digest_prefix(dtype: str, shape: Sequence[int]) -> bytes:
 def release(raw: memoryview) -> None:
     """Of a view of a mapping, give the pages back: this process no longer counts as holding them, and reads them again
     (from the page cache, as a rule) where they are touched once more. Whatever is no mapping stays as it is."""
+    _advise(raw, mmap.MADV_DONTNEED)
+
+
+def present(raw: memoryview, tensor: str = "") -> None:
+    """Of a view of a mapping, bring all pages into memory. Raises UnreadError where one cannot be read, which would end
+    the process (SIGBUS) at a touch. Whatever is no mapping stays as it is."""
+    try:
+        _advise(raw, _POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a kernel before 5.14, where nothing can be told beforehand
+            raise UnreadError(tensor) from None
+
+
+def _advise(raw: memoryview, advice: int) -> None:
     mapping = raw.obj
     if isinstance(mapping, mmap.mmap) and raw.nbytes:
         at = _address(raw) - _address(memoryview(mapping))
         start = at - at % PAGE
-        mapping.madvise(mmap.MADV_DONTNEED, start, at + raw.nbytes - start)
+        mapping.madvise(advice, start, at + raw.nbytes - start)
 
 
 def _address(raw: memoryview) -> int:
@@ -218,10 +245,11 @@ def fill(
     pour: Callable[[BinaryIO, Entry], None] = _pour,
 ) -> None:
     """Write into an open, empty file what `write_safetensors` would, each tensor by `pour`, and flush it to the disk.
-    Raises OSError."""
+    Raises OSError, and UnreadError for a mapped tensor."""
     ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
     f.write(header_bytes(ordered, alignment))
     for entry in ordered:
+        present(entry.raw, entry.name)
         pour(f, entry)
         release(entry.raw)
     flush(f)

@@ -23,12 +23,12 @@ from pydantic import ValidationError
 from sandhi_core.checkpoints.architecture import layer_count, slots
 from sandhi_core.checkpoints.checkpoint import Checkpoint, digest_prefix, refuse
 from sandhi_core.checkpoints.safetensors_file import (
+    DTYPES,
     Entry,
     FormatError,
     fill,
     map_file,
     raw_bytes,
-    release,
     tensor_over,
 )
 from sandhi_core.checkpoints.survey_files import FileIdentity, HeaderEntry
@@ -157,27 +157,26 @@ def _file(
 
 
 def _read(checkpoint: Checkpoint, entry: HeaderEntry) -> _Scanned:
-    raw = checkpoint.raw(entry.name)
-    scanned = _scan(entry, raw)
-    release(raw)
-    return scanned
+    width = entry.shape[-1] if entry.shape else 1
+    return _scan(entry, checkpoint.blocks(entry.name, rows_at_once(width) * width * DTYPES[entry.dtype].itemsize))
 
 
-def _scan(entry: HeaderEntry, raw: memoryview) -> _Scanned:
+def _scan(entry: HeaderEntry, blocks: Iterable[memoryview]) -> _Scanned:
+    """`blocks` of whole rows, one after another."""
     *outer, width = entry.shape or (1,)
-    matrix = tensor_over(entry.dtype, (prod(outer), width), raw)
+    height, stride = prod(outer), width * DTYPES[entry.dtype].itemsize
     digest = hashlib.sha256(digest_prefix(entry.dtype, entry.shape))
-    mean, squares = np.zeros(len(matrix)), np.zeros(len(matrix))
-    stride = width * matrix.element_size()
-    step = rows_at_once(width)
-    for start in range(0, len(matrix), step):
-        stop = start + step
-        digest.update(raw[start * stride : stop * stride])
-        mean[start:stop], squares[start:stop] = row_moments(matrix[start:stop])
+    mean, squares = np.zeros(height), np.zeros(height)
+    start = 0
+    for block in blocks:
+        digest.update(block)
+        stop = start + block.nbytes // stride
+        mean[start:stop], squares[start:stop] = row_moments(tensor_over(entry.dtype, (stop - start, width), block))
+        start = stop
     bad = np.flatnonzero(~np.isfinite(mean))
     if bad.size:
-        mean, squares = np.zeros(len(matrix)), np.zeros(len(matrix))  # reported, not recorded
-    overall = float(mean.mean()) if matrix.numel() else 0.0
+        mean, squares = np.zeros(height), np.zeros(height)  # reported, not recorded
+    overall = float(mean.mean()) if entry.nbytes else 0.0
     between = width * np.square(mean - overall).sum()
     is_matrix = len(entry.shape) == 2
     info = TensorInfo(
@@ -188,7 +187,7 @@ def _scan(entry: HeaderEntry, raw: memoryview) -> _Scanned:
         nbytes=entry.nbytes,
         digest=digest.hexdigest(),
         mean=overall,
-        std=float(np.sqrt((squares.sum() + between) / max(1, matrix.numel()))),
+        std=float(np.sqrt((squares.sum() + between) / max(1, height * width))),
         constant_rows=int(np.count_nonzero(squares == 0)) if is_matrix else 0,
     )
     rows = rounded(mean, squares, width) if is_matrix else None

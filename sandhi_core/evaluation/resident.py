@@ -49,6 +49,7 @@ class Resident:
         self.scorer = PackedLM(self.model, tokenizer, settings.batch_tokens, cache_bytes(settings))
 
     def _load(self, settings: EvaluationSettings) -> tuple[Any, Any]:
+        self._checkpoint.require_readable()  # transformers maps the files: what it cannot read ends the process
         try:
             model = load(self._directory, dtype_of(settings), device_of(settings), self._name, writable=True)
             tokenizer = transformers.AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sandhi_core.assignment import factor_names, is_factor, vector_names
 from sandhi_core.checkpoints.checkpoint import tensor_digest
-from sandhi_core.checkpoints.safetensors_file import FormatError, Place, header_of, tensor_over
+from sandhi_core.checkpoints.safetensors_file import FormatError, Place, UnreadError, header_of, tensor_over
 from sandhi_core.checkpoints.survey_files import FileIdentity, read_json
 from sandhi_core.disk import RESTORE
 from sandhi_core.errors import CheckpointError, ProofError
@@ -184,7 +184,7 @@ class MappedModel:
         """Hold what is mapped to the manifest's digests. `sampled`: one in 32 tensors, at least one, each as a whole:
         the same at every start, others for another model. Reading a tensor brings it into memory.
 
-        Raises ProofError for the first tensor, by name, that is another.
+        Raises ProofError for the first tensor, by name, that is another, CheckpointError for one that cannot be read.
         """
         with ThreadPoolExecutor(_READERS) as readers:
             chosen = drawn(self.tensors, f"{self.manifest.digest} {self.model}", how)
@@ -235,7 +235,10 @@ class MappedModel:
 
     def _digest(self, name: str) -> str:
         tensor = self.tensors[name]
-        return tensor_digest(tensor.dtype, tensor.shape, self._raw(name))
+        try:
+            return tensor_digest(tensor.dtype, tensor.shape, self._raw(name))
+        except UnreadError as error:
+            raise _damaged(self.model, self.file(name)[0], str(error), name) from None
 
 
 def mapped_model(directory: Path) -> MappedModel | None:

@@ -110,6 +110,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
     class Broken:
         nbytes = 8
+        obj = None
 
         def __getitem__(self, part: slice) -> bytes:
             raise OSError("unreadable")
