@@ -23,16 +23,19 @@ from tests.crash import line
 from tests.crash.faults import Event, Verdict, watch
 from tests.crash.forked import Ended, forked
 
-Fault = Literal["before", "torn", "after", "full", "denied"]
-"""When the process is killed; or what the file system answers, from there on: that the disk is full, or that nothing
-may be written."""
+Fault = Literal["before", "torn", "after", "full", "denied", "broken"]
+"""When the process is killed; or what the file system answers, from there on: that the disk is full, that nothing may
+be written, or that the disk fails."""
 
-ERRORS = {"full": errno.ENOSPC, "denied": errno.EACCES}
+ERRORS = {"full": errno.ENOSPC, "denied": errno.EACCES, "broken": errno.EIO}
 TAKES_SPACE = ("open", "write", "mkdir", "link", "symlink", "fsync")
 QUICK = (*"plan cutoffs operating_points checkpoint merged_weights profile holdout groups trajectory".split(),)
 """Stages, those that take no time first: a place that several lead to is tried in the first of them."""
 
 CHANGES = (*TAKES_SPACE, "replace", "rename", "unlink", "rmdir", "chmod")
+
+REACHES = {"full": TAKES_SPACE, "denied": CHANGES, "broken": CHANGES}
+"""The operations that an error comes to."""
 
 
 @dataclass
@@ -103,7 +106,7 @@ class Sweep:
                 site = event.site if every else event.site[:1]
                 for fault in _faults(event.operation):
                     # What is there after one event is what is there before the next.
-                    rare = not every and fault in ("after", "denied")
+                    rare = not every and fault in ("after", "denied", "broken")
                     point = (recorded.node[0] if every else "", event.operation, () if rare else site, fault)
                     if point not in seen:
                         seen.add(point)
@@ -170,7 +173,7 @@ def _faults(operation: str) -> Iterator[Fault]:
     for fault in get_args(Fault):
         if fault == "torn" and operation != "write":
             continue
-        if fault in ERRORS and operation not in (TAKES_SPACE if fault == "full" else CHANGES):
+        if operation not in REACHES.get(fault, (operation,)):
             continue
         yield fault
 
@@ -183,8 +186,7 @@ def _deciding(point: Point) -> Callable[[Event], Verdict]:
         here = event.operation == point.operation and event.site[: len(point.site)] == point.site
         reached = reached or here
         if point.fault in ERRORS:
-            stopped = TAKES_SPACE if point.fault == "full" else CHANGES
-            if reached and event.operation in stopped:
+            if reached and event.operation in REACHES[point.fault]:
                 number = ERRORS[point.fault]
                 # As the system does: calls by path name it, calls by handle do not.
                 named = [] if event.operation in ("write", "fsync") else [event.path]
@@ -196,9 +198,9 @@ def _deciding(point: Point) -> Callable[[Event], Verdict]:
 
 
 def _clear(error: dict[str, Any], fault: Fault) -> bool:
-    says = "No space left on device" if fault == "full" else "Permission denied"
     free = fault != "full" or "bytes are free" in error["message"]
-    return bool(error["file"]) and says in error["message"] and free and bool(error["remedy"])
+    helps = "its disk fails" in error["remedy"] if fault == "broken" else bool(error["remedy"])
+    return bool(error["file"]) and os.strerror(ERRORS[fault]) in error["message"] and free and helps
 
 
 def _hidden(root: Path, path: Path) -> bool:

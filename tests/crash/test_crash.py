@@ -36,7 +36,7 @@ def ran(module: str, folder: Path, *options: str) -> list[dict[str, Any]]:
 def test_every_place_that_writes(tmp_path: Path) -> None:
     results = ran("tests.crash.sweep", tmp_path, *["--every"] * EVERY)
     assert [result for result in results if result["wrong"]] == []
-    assert {r["fault"] for r in results} == {"before", "torn", "after", "full", "denied"}
+    assert {r["fault"] for r in results} == {"before", "torn", "after", "full", "denied", "broken"}
     assert {r["operation"] for r in results} >= {
         "open",
         "write",
