@@ -106,7 +106,7 @@ class _Page(io.StringIO):
 
 
 def write_all(descriptor: int, text: str) -> None:
-    """Raises OSError."""
-    data = memoryview(text.encode())
+    """Names of files that are no text keep their bytes. Raises OSError."""
+    data = memoryview(text.encode(errors="surrogateescape"))
     while data:
         data = data[os.write(descriptor, data) :]

@@ -1,6 +1,7 @@
 """vLLM's commands and what to know about them. Flags as of vLLM 0.32 (`vllm serve --help`; for adapters also
 vllm/config/lora.py and docs/features/lora)."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -76,9 +77,14 @@ def command(
     """What starts vLLM's OpenAI server for what lies in `directory` of the export. `adapters`: directories there, by
     the names that they answer by."""
     address = ("--host", host, "--port", str(port))
-    modules = [f"{name}={export / adapter}" for name, adapter in adapters.items()]
+    modules = [_module(name, str(export / adapter)) for name, adapter in adapters.items()]
     lora = ("--lora-modules", *modules) if modules else ()
     return (python, "-m", MODULE, "--model", str(export / directory), *options, *lora, *address)
+
+
+def _module(name: str, path: str) -> str:
+    """An adapter as --lora-modules takes it: of a path with one of these signs `name=path` would be read otherwise."""
+    return json.dumps({"name": name, "path": path}) if set(path) & set("=,") else f"{name}={path}"
 
 
 def served(names: Sequence[str], dtype: str, plugin: bool) -> tuple[str, ...]:

@@ -16,9 +16,11 @@ def planned(document: Mapping[str, Any]) -> str:
 
 
 def _line(server: Mapping[str, Any]) -> str:
-    """`env` rather than assignments before the command, which not every shell has."""
+    """`env` rather than assignments before the command, which not every shell has. A program with a `=` in its path
+    would be an assignment to `env`: then a shell starts it."""
     variables = (f"{name}={value}" for name, value in server["environment"].items())
-    return f"cd {shlex.quote(server['directory'])} && {shlex.join(['env', *variables, *server['command']])}"
+    through = ("sh", "-c", 'exec "$0" "$@"') if "=" in server["command"][0] else ()
+    return f"cd {shlex.quote(server['directory'])} && {shlex.join(['env', *variables, *through, *server['command']])}"
 
 
 def served(document: Mapping[str, Any]) -> str:

@@ -43,13 +43,19 @@ def _service(deployed: Deployed, member: Member, target: Target, memory: int, be
     if member.metrics:
         labels |= {"prometheus.io/scrape": "true", "prometheus.io/port": str(member.port)}
         labels |= {"prometheus.io/path": member.metrics}
-    source = target.path or str(deployed.root)
+    mount: dict[str, Any] = {
+        "type": "bind",
+        "source": containers.source(deployed, target),
+        "target": str(containers.EXPORT),
+    }
+    # Else Docker is given `source:target`, which no path with a colon is; and what is not there it would make.
+    mount |= {"read_only": True, "bind": {"create_host_path": False}}
     service: dict[str, Any] = {
         "image": target.image,
         "entrypoint": containers.command(member),
         "working_dir": str(containers.EXPORT),
         "environment": dict(QUIET),
-        "volumes": [{"type": "bind", "source": source, "target": str(containers.EXPORT), "read_only": True}],
+        "volumes": [mount],
         # Servers ask for no key: whoever is to reach them from elsewhere is let in knowingly (docs/serving.md).
         "ports": [f"127.0.0.1:{member.port}:{member.port}"],
         "healthcheck": {

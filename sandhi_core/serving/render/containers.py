@@ -52,6 +52,18 @@ class Target:
         return cls(image or IMAGE, path or "", claim, host)
 
 
+def source(deployed: Deployed, target: Target) -> str:
+    """Where the export lies on the machine. Raises UsageError for bytes that are no text, which YAML cannot say."""
+    path = target.path or str(deployed.root)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        remedy = "rename the folder, or give --path where it will lie"
+        raise UsageError(f"the path {shown} is no UTF-8, which a YAML file cannot say", remedy=remedy) from None
+    return path
+
+
 def command(member: Member) -> list[str]:
     return list(member.command(EXPORT, python=PYTHON, host="0.0.0.0"))
 

@@ -114,7 +114,7 @@ def _container(member: Member, target: Target, memory: int) -> dict[str, Any]:
 def _volume(deployed: Deployed, target: Target) -> dict[str, Any]:
     if target.claim:
         return {"persistentVolumeClaim": {"claimName": target.claim, "readOnly": True}}
-    return {"hostPath": {"path": target.path or str(deployed.root), "type": "Directory"}}
+    return {"hostPath": {"path": containers.source(deployed, target), "type": "Directory"}}
 
 
 def _service(deployed: Deployed, member: Member) -> dict[str, Any]:
