@@ -13,6 +13,7 @@ from assets.verdicts import mapping, verdicts
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.claims import least_in_memory
 from sandhi_core.evaluation.evaluator import merged_weights, score_directory
+from sandhi_core.files import writing
 from sandhi_core.layout import DEPLOYMENT, read_manifest
 from sandhi_core.pools.pool import Engine, Pool
 from sandhi_core.records import (
@@ -59,7 +60,9 @@ def run(job: Job) -> Outcome:
     if (
         not record.passed
     ):  # what was deployed from these files must not outlive it; a proof under way takes nothing away
-        (bench.artifacts.root / merged.export / DEPLOYMENT).unlink(missing_ok=True)
+        deployment = bench.artifacts.root / merged.export / DEPLOYMENT
+        with writing(deployment):
+            deployment.unlink(missing_ok=True)
     holdouts = bench.deployed_holdouts(job.key)
     least = least_in_memory(record.claimed, read_manifest(bench.artifacts.root / merged.export))
     found = verdicts(pool, record, least, holdouts, engines)

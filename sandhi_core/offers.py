@@ -21,6 +21,7 @@ from sandhi_core.checkpoints.side_files import keep, kept
 from sandhi_core.errors import MergeError
 from sandhi_core.evaluation.inputs import Inputs
 from sandhi_core.evaluation.plain import plain_squares
+from sandhi_core.files import writing
 from sandhi_core.records import Adjustment, Fingerprint, Plan, Recipe, digest_of
 from sandhi_core.rungs.allotment import LADDER_VERSION, Bid, Candidate, Ranks, nbytes
 from sandhi_core.rungs.residual import Residual, cut, spectrum
@@ -150,7 +151,8 @@ class Offers:
         file = self._file(name, self._shared(recipe))
         if found := kept(file):
             keep(short_file(file), {"squares": found["squares"]})
-            file.unlink(missing_ok=True)
+            with writing(file):
+                file.unlink(missing_ok=True)
 
     def _candidate(self, name: str, recipe: Recipe, squares: Tensor) -> Candidate:
         own = self._fingerprint.tensor(name)
