@@ -28,7 +28,13 @@ def main() -> int:
     served = subprocess.Popen(
         [dagster, "dev", "--workspace", "workspace.yaml", *sys.argv[1:]],
         cwd=CHECKOUT,
-        env={"SANDHI_WEBSERVER": _address(sys.argv[1:]), **os.environ, "PYTHONWARNINGS": warnings},
+        # Where one of its processes dies of a mapped file that was cut short, it says where, as `sandhi` does.
+        env={
+            "SANDHI_WEBSERVER": _address(sys.argv[1:]),
+            "PYTHONFAULTHANDLER": "1",
+            **os.environ,
+            "PYTHONWARNINGS": warnings,
+        },
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -47,9 +47,10 @@ def _service(deployed: Deployed, member: Member, target: Target, memory: int, be
         "type": "bind",
         "source": containers.source(deployed, target),
         "target": str(containers.EXPORT),
+        "read_only": True,
+        # Else Docker is given `source:target:ro`, which no path with a colon fits; and what is not there it would make.
+        "bind": {"create_host_path": False},
     }
-    # Else Docker is given `source:target`, which no path with a colon is; and what is not there it would make.
-    mount |= {"read_only": True, "bind": {"create_host_path": False}}
     service: dict[str, Any] = {
         "image": target.image,
         "entrypoint": containers.command(member),
