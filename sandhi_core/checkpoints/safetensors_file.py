@@ -51,9 +51,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 _MOST_DIMENSIONS = 64  # numpy's limit; torch takes as many
 _CHUNK = 1 << 20  # bytes handed to one write: still near the processor when they have just been hashed
-_POPULATE_READ = 22  # MADV_POPULATE_READ, madvise(2)
 PAGE = mmap.PAGESIZE
 """Bytes of which the kernel maps a file in wholes."""
+_POPULATE_READ = 22  # MADV_POPULATE_READ, madvise(2)
 ALIGNMENT = 8  # of the first tensor's byte in a file, as safetensors itself does
 
 
@@ -122,14 +122,14 @@ def release(raw: memoryview) -> None:
     _advise(raw, mmap.MADV_DONTNEED)
 
 
-def present(raw: memoryview, tensor: str = "") -> None:
+def present(raw: memoryview) -> None:
     """Of a view of a mapping, bring all pages into memory. Raises UnreadError where one cannot be read, which would end
     the process (SIGBUS) at a touch. Whatever is no mapping stays as it is."""
     try:
         _advise(raw, _POPULATE_READ)
     except OSError as error:
         if error.errno != errno.EINVAL:  # of a kernel before 5.14, where nothing can be told beforehand
-            raise UnreadError(tensor) from None
+            raise UnreadError from None
 
 
 def _advise(raw: memoryview, advice: int) -> None:
@@ -249,8 +249,11 @@ def fill(
     ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
     f.write(header_bytes(ordered, alignment))
     for entry in ordered:
-        present(entry.raw, entry.name)
-        pour(f, entry)
+        try:
+            present(entry.raw)
+            pour(f, entry)
+        except UnreadError:
+            raise UnreadError(entry.name) from None
         release(entry.raw)
     flush(f)
 
