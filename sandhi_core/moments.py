@@ -4,6 +4,7 @@ Sums are numpy's pairwise ones in fp64, row by row and on one thread: a row's st
 only, neither on the block of rows it comes in nor on the number of threads.
 """
 
+from threading import local
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ Doubles = npt.NDArray[np.float64]
 
 _BLOCK = 1 << 18  # elements at once, 2 MiB in fp64: near the processor, and threads seldom wait for one another
 _PIECE = 16384  # columns at once; longer rows are put together from pieces
+_kept = local()
 
 
 class RowStatistics(NamedTuple):
@@ -55,9 +57,20 @@ def row_moments(matrix: Tensor) -> tuple[Doubles, Doubles]:
     return mean, squares
 
 
+def _room(shape: torch.Size) -> Doubles:
+    """For a block in fp64, one in a thread. Blocks that come and go would not be given back to the system: between them
+    lies what is kept of every tensor."""
+    rows, columns = shape
+    if not hasattr(_kept, "room"):
+        _kept.room = np.empty(max(_BLOCK, _PIECE))
+    room: Doubles = _kept.room[: rows * columns].reshape(rows, columns)
+    return room
+
+
 def _add(mean: Doubles, squares: Doubles, seen: int, piece: Tensor) -> None:
     """Take `piece` (rows, columns) into the moments of what the `seen` columns before it held."""
-    values: Doubles = torch.empty(piece.shape, dtype=torch.float64).copy_(piece).numpy()
+    values = _room(piece.shape)
+    torch.from_numpy(values).copy_(piece)
     count = values.shape[1]
     middle = values.sum(axis=1) / count
     values -= middle[:, None]

@@ -104,8 +104,7 @@ def tensor_digest(dtype: str, shape: Sequence[int], raw: bytes | bytearray | mem
     """sha256, hex, over dtype (safetensors' spelling), shape and bytes: `BF16:128,64`, a newline, the data in
     row-major order (docs/format.md, "Digest"). Raises UnreadError where `raw` is mapped and cannot be read."""
     digest = hashlib.sha256(digest_prefix(dtype, shape))
-    for start in range(0, len(raw), _CHUNK):
-        chunk = memoryview(raw)[start : start + _CHUNK]
+    for chunk in _chunks(memoryview(raw)):
         present(chunk)
         digest.update(chunk)
     return digest.hexdigest()
@@ -218,7 +217,12 @@ def write_hashed(path: Path, entries: Iterable[Entry]) -> dict[str, str]:
 
         def pour(f: BinaryIO, entry: Entry) -> None:
             digest = hashlib.sha256(digest_prefix(entry.dtype, entry.shape))
-            for chunk, _ in zip(_chunks(entry.raw), hashing.map(digest.update, _chunks(entry.raw)), strict=True):
+
+            def hashed(chunk: memoryview) -> None:
+                present(chunk)
+                digest.update(chunk)
+
+            for chunk, _ in zip(_chunks(entry.raw), hashing.map(hashed, _chunks(entry.raw)), strict=True):
                 f.write(chunk)
             digests[entry.name] = digest.hexdigest()
 
@@ -231,6 +235,7 @@ def write_hashed(path: Path, entries: Iterable[Entry]) -> dict[str, str]:
 
 def _pour(f: BinaryIO, entry: Entry) -> None:
     for chunk in _chunks(entry.raw):
+        present(chunk)
         f.write(chunk)
 
 
@@ -250,11 +255,13 @@ def fill(
     f.write(header_bytes(ordered, alignment))
     for entry in ordered:
         try:
-            present(entry.raw)
             pour(f, entry)
         except UnreadError:
             raise UnreadError(entry.name) from None
         release(entry.raw)
+        f.flush()
+        # Of pages that are not on the disk yet this asks for nothing but to be written: the end waits for less.
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     flush(f)
 
 
