@@ -13,6 +13,8 @@ from sandhi_core.grouping.besides import besides
 from sandhi_core.grouping.groups import make_groups
 from sandhi_core.grouping.kinship import families
 from sandhi_core.grouping.methods import Measures
+from sandhi_core.grouping.reform import Taken
+from sandhi_core.layout import read_manifest
 from sandhi_core.merging import squared_distance
 from sandhi_core.offers import TOLD_EVERY, Offers
 from sandhi_core.records import Groups, Profile, Recipe, Slot, digest_of
@@ -32,8 +34,10 @@ def run(job: Job) -> Outcome:
         )
     models = catalogue.members(job.key)
     grouping = pool.grouping
-    earlier = None
-    if not job.regroup and artifacts.envelope(("groups", job.key)) is not None:
+    earlier = taken = None
+    if job.regroup and grouping.on_regroup == "accepted":
+        taken = _taken(job)
+    if (not job.regroup or taken is not None) and artifacts.envelope(("groups", job.key)) is not None:
         earlier = artifacts.load(Groups, "groups", job.key)
     fingerprints = {m: job.bench.fingerprint(m) for m in models}
     related = families(fingerprints, partial(row_statistics, job.bench.scans)) if grouping.candidates == "wide" else {}
@@ -50,6 +54,7 @@ def run(job: Job) -> Outcome:
         related,
         beside,
         None if pool.merging.plain else _measures(job),
+        taken,
     )
     methods = Counter(g.recipe.method for g in record.groups)
     reasons = Counter(e.reason for e in record.excluded)
@@ -66,6 +71,15 @@ def run(job: Job) -> Outcome:
             "why": "; ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none left out",
         },
     )
+
+
+def _taken(job: Job) -> Taken | None:
+    """What the deployed models of the pool are served as a shared tensor; None of a pool that is not deployed."""
+    deployed = job.bench.artifacts.deployed(job.pool)
+    if deployed is None:
+        return None
+    models = read_manifest(deployed.parent).models
+    return {(m, name) for m, model in models.items() for name, t in model.tensors.items() if t.sharing != "private"}
 
 
 def _measures(job: Job) -> Measures:

@@ -211,8 +211,9 @@ def evidence_rule(pool: Pool) -> list[Any]:
 
 
 def _grouping(pool: Pool) -> dict[str, Any]:
-    """A pool that shares projections alone has the inputs that it had before anything else could be shared."""
-    left_out = None if pool.grouping.besides else {"besides"}
+    """A pool that shares projections alone has the inputs that it had before anything else could be shared. Who makes
+    averages at a regrouping changes nothing before there is one."""
+    left_out = {"on_regroup"} if pool.grouping.besides else {"on_regroup", "besides"}
     return pool.grouping.model_dump(mode="json", exclude=left_out)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sandhi_core.files import aside, flush, fsync_directory, open_regular
+from sandhi_core.files import aside, begin_flush, flush, fsync_directory, open_regular
 
 # safetensors' own order, widest first: files written in it have every tensor aligned to its elements.
 DTYPES: dict[str, torch.dtype] = {
@@ -259,9 +259,7 @@ def fill(
         except UnreadError:
             raise UnreadError(entry.name) from None
         release(entry.raw)
-        f.flush()
-        # Of pages that are not on the disk yet this asks for nothing but to be written: the end waits for less.
-        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin_flush(f)
     flush(f)
 
 

@@ -187,6 +187,9 @@ class GroupingSettings(Section):
     whose tokens have the same numbers). Needs `search: strategy: ladder`."""
     on_new_model: Literal["join", "regroup"] = "join"
     on_removed_model: Literal["reform", "keep"] = "reform"
+    on_regroup: Literal["fresh", "accepted"] = "fresh"
+    """Who makes the averages of groups that are formed anew: all members; or, of a group whose tensor is deployed, only
+    those of them that took it. All are searched again."""
 
     @field_validator("besides")
     @classmethod

@@ -22,6 +22,8 @@ from pipelines.settings import Settings
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
 from sandhi_core.graph import STAGES, Node
+from sandhi_core.layout import read_manifest
+from sandhi_core.records import Groups
 from tests.conftest import CHECKOUT
 from tests.pipelines.conftest import line_alone, without_home
 from tests.pipelines.life import Done, Life, copied, events, inconsistent, since
@@ -342,3 +344,42 @@ def test_a_regrouping_of_what_is_as_it_would_be_formed_stops_there(
     life: Life, first: Path, tmp_path: Path, only_the_line: None
 ) -> None:
     held(row(REGROUPED), by_command(life.settings(copied(first, tmp_path)), regroup=True))
+
+
+def test_a_regrouping_can_leave_averages_to_those_who_took_them(
+    life: Life, first: Path, tmp_path: Path, only_the_line: None
+) -> None:
+    """Round after round, until everybody who makes a tensor takes it."""
+    root = copied(first, tmp_path)
+    with life.edited():
+        life.write("p", grouping={"on_regroup": "accepted"})
+        assert by_command(life.settings(root)).ran == ()  # before there is a regrouping it says nothing
+        rounds = []
+        while len(rounds) < 9:
+            before, took = averages(root), taken(root)
+            done = by_command(life.settings(root), regroup=True)
+            after = averages(root)
+            for place, makers in after.items():
+                accepted = {m for m in before[place] if (m, place) in took}
+                assert makers == (accepted if len(accepted) > 1 else before[place])
+            assert inconsistent(life.settings(root)) == []
+            if after == before:
+                assert set(done.ran) == nodes("groups: p.narrow, p.wide, q.narrow")
+                break
+            rounds.append(done)
+            searched = {key for stage, key in done.ran if stage == "trajectory"}
+            assert searched and searched <= {f"p.{m}" for m in "abcuv"}
+        assert 0 < len(rounds) < 9
+
+
+def averages(root: Path) -> dict[str, set[str]]:
+    """By tensor the models that make p's narrow averages."""
+    record = Artifacts(root).load(Groups, "groups", "p.h32-bf16")
+    return {g.members[0].tensor: {c.model for c in g.recipe.contributors} for g in record.groups}
+
+
+def taken(root: Path) -> set[tuple[str, str]]:
+    deployed = Artifacts(root).deployed("p")
+    assert deployed is not None
+    models = read_manifest(deployed.parent).models
+    return {(m, name) for m, model in models.items() for name, t in model.tensors.items() if t.sharing == "merged"}

@@ -158,7 +158,9 @@ def test_adapters_are_found_where_the_export_lies(tmp_path: Path) -> None:
     base, *_ = members(opened(moved), only=["ann"])
     assert base.models == ("ann", "ben", "cat") and not base.maps
     command = base.command(moved, python="p", host="h")
-    assert f"ann={moved / 'ann.adapter'}" in command and not any(str(root) in word for word in command)
+    told = [json.loads(word) for word in command if word.startswith("{")]  # of a path with = in it
+    assert {"name": "ann", "path": str(moved / "ann.adapter")} in told
+    assert not any(str(root) in word for word in command)
 
 
 def test_ports_stay_a_models_own_whichever_are_started(export: Path) -> None:
