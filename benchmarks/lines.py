@@ -97,14 +97,14 @@ def rows(name: str, way: Way, pool: Pool, bases: Sequence[Path], folder: Path) -
         yield replace(outcome, seconds=spent, evaluations=evaluations)
 
 
-def built(name: str, pool: Pool, sections: Sections, folder: Path) -> Outcome:
+def built(name: str, pool: Pool, sections: Sections, folder: Path, *options: str) -> Outcome:
     """Build the varied pool below `folder`. Seconds are those of the whole command, proof included.
 
     Raises RuntimeError where the build fails or its proof does not pass.
     """
     file, root = varied(pool, sections, folder / "pool.yaml"), folder / "root"
     begun = time.perf_counter()
-    command = [sys.executable, "-m", "sandhi_core", "build", str(file), "--root", str(root), "--json"]
+    command = [sys.executable, "-m", "sandhi_core", "build", str(file), "--root", str(root), "--json", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise RuntimeError(f"{name}: sandhi build failed")
