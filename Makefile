@@ -16,7 +16,7 @@ demo: .venv/installed
 	$(BIN)/sandhi build pools/demo.yaml
 
 test: lint .venv-vllm/installed .venv-dg/installed
-	SANDHI_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	SANDHI_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed
 	$(BIN)/ruff check .
