@@ -21,6 +21,7 @@ the same of all, mapped pages of files included.
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -160,11 +161,17 @@ def _export(folder: Path, out: Path, assignments: dict[str, Assignment]) -> None
     )
 
 
-def do_nothing(folder: Path, out: Path) -> None:
-    """What all of ours cost before they begin."""
+DO = {"check": do_check, "export": do_export, "merge and export": do_merge}
 
 
-DO = {"check": do_check, "export": do_export, "merge and export": do_merge, "nothing": do_nothing}
+def do(way: str, folder: Path, out: Path) -> None:
+    """Prints what it took, and what this process was before it began."""
+    anonymous, resident, _ = _memory(os.getpid())
+    begun, cpu = time.perf_counter(), time.process_time()
+    DO[way](folder, out)
+    took = {"seconds": time.perf_counter() - begun, "cpu": time.process_time() - cpu}
+    print(json.dumps({**took, "anonymous": anonymous, "resident": resident}))
+
 
 # --- measuring ----------------------------------------------------------------------------------------------
 
@@ -172,15 +179,21 @@ DO = {"check": do_check, "export": do_export, "merge and export": do_merge, "not
 def _measured(way: str, folder: Path, out: Path, commands: Sequence[Sequence[str]]) -> Took:
     begun, cpu, anonymous, resident = time.perf_counter(), 0.0, 0, 0
     for command in commands:
-        with subprocess.Popen(command, stdout=sys.stderr) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             while process.poll() is None:
                 now = _memory(process.pid)
                 anonymous, resident = max(anonymous, now[0]), max(resident, now[1])
                 cpu = max(cpu, now[2])
                 time.sleep(0.02)
+            assert process.stdout is not None
+            said = process.stdout.read()
         if process.returncode:
             raise RuntimeError(f"{way} failed: {' '.join(command)}")
     took = time.perf_counter() - begun
+    if way in DO:
+        own = json.loads(said)
+        took, cpu = own["seconds"], own["cpu"]
+        anonymous, resident = anonymous - own["anonymous"], resident - own["resident"]
     nbytes = sum(f.stat().st_size for n in NAMES for f in (folder / n).glob("*.safetensors"))
     return Took(way, took, cpu, nbytes, _written(out), anonymous, resident)
 
@@ -223,7 +236,7 @@ def _commands(way: str, folder: Path, out: Path, mergekit: Path | None) -> list[
 def run(folder: Path, rounds: int, mergekit: Path | None) -> list[Took]:
     make_models(folder)
     _scanned(folder)
-    ways = ["cp", "check", "export", "merge and export", "nothing", *(["mergekit"] if mergekit else [])]
+    ways = ["cp", "check", "export", "merge and export", *(["mergekit"] if mergekit else [])]
     found = []
     for n in range(rounds):
         for way in ways:
@@ -242,30 +255,21 @@ def shown(found: Sequence[Took]) -> str:
     def of(way: str) -> list[Took]:
         return [t for t in found if t.way == way]
 
-    idle = of("nothing")
-    start = {f: statistics.median(getattr(t, f) for t in idle) for f in ("seconds", "cpu", "anonymous", "resident")}
     lines = []
-    for way in dict.fromkeys(t.way for t in found if t.way != "nothing"):
-        ours = way in DO
-        less = start if ours else dict.fromkeys(start, 0.0)
-        speeds = [t.read / (t.seconds - less["seconds"]) / 1e6 for t in of(way)]
-        ratios = [(c.seconds) / (t.seconds - less["seconds"]) for c, t in zip(of("cp"), of(way), strict=True)]
-        cpu = statistics.median(t.cpu - less["cpu"] for t in of(way))
-        peak = [max(getattr(t, f) for t in of(way)) - less[f] for f in ("anonymous", "resident")]
+    for way in dict.fromkeys(t.way for t in found):
+        took, cps = of(way), of("cp")
         lines.append(
             (
                 way,
-                seconds(statistics.median(t.seconds - less["seconds"] for t in of(way))),
-                seconds(cpu),
-                f"{statistics.median(speeds):,.0f}",
-                f"{statistics.median(ratios):.2f}",
-                f"{max(t.written for t in of(way)) / 2**20:,.0f}",
-                *(f"{value / 2**20:,.0f}" for value in peak),
+                seconds(statistics.median(t.seconds for t in took)),
+                seconds(statistics.median(t.cpu for t in took)),
+                f"{statistics.median(t.read / t.seconds for t in took) / 1e6:,.0f}",
+                f"{statistics.median(c.seconds / t.seconds for c, t in zip(cps, took, strict=True)):.2f}",
+                *(f"{max(getattr(t, f) for t in took) / 2**20:,.0f}" for f in ("written", "anonymous", "resident")),
             )
         )
     head = ("way", "s", "processor, s", "MB/s read", "speed of cp", "written, MiB", "anonymous, MiB", "resident, MiB")
-    note = f"Ours less starting Python and importing, {seconds(start['seconds'])} s, and the memory held then."
-    return f"{table(head, lines)}\n\n{note}"
+    return f"{table(head, lines)}\n\nOurs without starting Python and importing, and less the memory held then."
 
 
 def main() -> None:
@@ -278,7 +282,7 @@ def main() -> None:
     parser.add_argument("to", nargs="?", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.do:
-        DO[given.do](given.work, given.to)
+        do(given.do, given.work, given.to)
         return
     if given.mergekit:
         from benchmarks.wholes import environment

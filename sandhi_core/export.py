@@ -87,33 +87,49 @@ def _write(
     store: Store,
 ) -> None:
     _provide(manifest, checkpoints, store)
+    own: list[tuple[str, str, dict[str, ExportedTensor]]] = []
     placed: dict[Path, Path] = {}  # store entry -> its first place in this export
     for name, model in sorted(manifest.models.items()):
-        target, checkpoint = staging / model.directory, checkpoints[name]
+        target = staging / model.directory
         target.mkdir()
         for file, digest in sorted(model.files.items()):
-            _copy_beside(checkpoint, file, digest, target / file)
+            _copy_beside(checkpoints[name], file, digest, target / file)
         for file, members in shards(model).items():
             if all(tensor.sharing == "private" for tensor in members.values()):
-                assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
-                try:
-                    with writing(target / file, sum(tensor.nbytes for tensor in members.values())):
-                        found = write_hashed(target / file, _private(members, checkpoint, assigned, store))
-                except UnreadError as error:
-                    if error.tensor in assigned:
-                        raise store.unread(members[error.tensor].digest) from None
-                    raise checkpoint.unread(error.tensor) from None
-                for tensor_name, tensor in members.items():
-                    if found[tensor_name] != tensor.digest:
-                        raise _changed(checkpoint, checkpoint.header(tensor_name).file, tensor_name)
+                own.append((name, file, members))
                 continue
             ((tensor_name, tensor),) = members.items()
             _place(store.path(tensor.digest, tensor_name), target / file, model.linked, placed)
         write_atomic(target / index_name(model), index_bytes(model), mode=0o444)
+
+    def write(shard: tuple[str, str, dict[str, ExportedTensor]]) -> None:
+        name, file, members = shard
+        model = manifest.models[name]
+        assigned = assignments.get(name, Assignment()).tensors.keys() | factors_among(model.tensors).keys()
+        _write_private(staging / model.directory / file, members, checkpoints[name], assigned, store)
+
+    for _ in each_on_a_thread(write, own, writes=True):
+        pass
     _stock(staging, manifest)
     write_atomic(staging / MANIFEST, manifest.canonical(), mode=0o444)
     for directory, _, _ in os.walk(staging, topdown=False):
         fsync_directory(Path(directory))
+
+
+def _write_private(
+    target: Path, members: Mapping[str, ExportedTensor], checkpoint: Checkpoint, assigned: Collection[str], store: Store
+) -> None:
+    """Write a shard of a model's own, held to the manifest's digests as it is written."""
+    try:
+        with writing(target, sum(tensor.nbytes for tensor in members.values())):
+            found = write_hashed(target, _private(members, checkpoint, assigned, store))
+    except UnreadError as error:
+        if error.tensor in assigned:
+            raise store.unread(members[error.tensor].digest) from None
+        raise checkpoint.unread(error.tensor) from None
+    for name, tensor in members.items():
+        if found[name] != tensor.digest:
+            raise _changed(checkpoint, checkpoint.header(name).file, name)
 
 
 def _provide(manifest: Manifest, checkpoints: Mapping[str, Checkpoint], store: Store) -> None:

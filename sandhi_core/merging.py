@@ -62,9 +62,10 @@ def merge(
     step = max(1, block_bytes // (4 * width))
     tensors = [t.reshape(height, width) for t in tensors]
     merged = torch.empty(height, width, dtype=DTYPES[recipe.dtype])
+    room = torch.empty(2, min(step, height), width)  # for all blocks: memory that comes and goes costs more
     for start in range(0, height, step):
         block = slice(start, min(start + step, height))
-        mean = _mean([t[block] for t in tensors])
+        mean = _mean([t[block] for t in tensors], room)
         if target is not None:
             mean = _rescaled(mean, RowStatistics(target.mean[block], target.std[block]))
         _finite(recipe, merged[block].copy_(mean))
@@ -87,9 +88,10 @@ def squared_distance(one: Tensor, other: Tensor, *, block_bytes: int = BLOCK_BYT
     return math.fsum(torch.cat(rows).tolist())
 
 
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0].to(torch.float32, copy=True)
-    one = torch.empty_like(total)
+def _mean(tensors: Sequence[Tensor], room: Tensor) -> Tensor:
+    """In fp32, in `room` (2, at least as many rows, columns)."""
+    total, one = room[:, : len(tensors[0])].unbind()
+    total.copy_(tensors[0])
     for tensor in tensors[1:]:
         total += one.copy_(tensor)
     return total.div_(len(tensors))
@@ -97,7 +99,11 @@ def _mean(tensors: Sequence[Tensor]) -> Tensor:
 
 def _common(rows: Sequence[RowStatistics]) -> RowStatistics:
     """What the shared tensor's rows are given: the means of the contributors' row means and deviations."""
-    return RowStatistics(_mean([r.mean for r in rows]), _mean([r.std for r in rows]))
+
+    def mean(of: Sequence[Tensor]) -> Tensor:
+        return _mean(of, torch.empty(2, *of[0].shape))
+
+    return RowStatistics(mean([r.mean for r in rows]), mean([r.std for r in rows]))
 
 
 def _rescaled(block: Tensor, target: RowStatistics) -> Tensor:

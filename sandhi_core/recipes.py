@@ -52,7 +52,7 @@ class SharedTensors:
         asked = [r for r in recipes if r.method != "regmean" and self._store.recipe_tensor(recipe_key(r)) is None]
         for model in sorted({c.model for recipe in asked for c in recipe.contributors}):
             self._opened(model)  # opens and keeps, on one thread
-        for _ in each_on_a_thread(self.digest, {recipe.digest: recipe for recipe in asked}.values()):
+        for _ in each_on_a_thread(self.digest, {recipe.digest: recipe for recipe in asked}.values(), writes=True):
             pass
 
     def digest(self, recipe: Recipe) -> str:

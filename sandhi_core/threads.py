@@ -30,13 +30,17 @@ def steady(device: torch.device) -> AbstractContextManager[None]:
     return one_thread() if device.type == "cpu" else nullcontext()
 
 
-def each_on_a_thread(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """The results in the order of `items`, whose work is done by as many threads as torch may use (OMP_NUM_THREADS).
+def each_on_a_thread(work: Callable[[T], R], items: Iterable[T], *, writes: bool = False) -> Iterator[R]:
+    """The results in the order of `items`, whose work is done by as many threads as torch may use (OMP_NUM_THREADS),
+    each of which calculates alone. Work that `writes` waits for the disk half of the time: twice as many do it.
 
     Raises what the first of them raised; of the others those that have not begun are left out.
     """
-    threads = ThreadPoolExecutor(min(MOST_THREADS, torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    most = min(MOST_THREADS, 2 * threads if writes else threads)
+    pool = ThreadPoolExecutor(most, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        yield from threads.map(work, items)
+        yield from pool.map(work, items)
     finally:
-        threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # threads to come begin with what was set last

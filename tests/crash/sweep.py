@@ -1,10 +1,11 @@
 """One run a point: at every place where a stage writes, the process is killed or the disk refuses, and what is there is
 looked at, before and after the stage is run again.
 
-    python -m tests.crash.sweep FOLDER [--every]
+    python -m tests.crash.sweep FOLDER [--every] [--stages STAGE...]
 
 prints one line of JSON a point, with what was wrong there; --every takes every place of every stage by the whole
-way that leads to it; else each innermost place is taken once, and what is said of a kind of call once a kind.
+way that leads to it; else each innermost place is taken once, and what is said of a kind of call once a kind. --stages
+takes places of these stages only.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -99,9 +100,11 @@ class Sweep:
                 found.passing.add((os.path.relpath(path, self.root), digest))
         return found
 
-    def points(self, every: bool) -> Iterator[Point]:
+    def points(self, every: bool, stages: Collection[str] = QUICK) -> Iterator[Point]:
         seen = set()
         for at, recorded in sorted(enumerate(self.recorded), key=lambda numbered: QUICK.index(numbered[1].node[0])):
+            if recorded.node[0] not in stages:
+                continue
             for event in recorded.events:
                 site = event.site if every else event.site[:1]
                 for fault in _faults(event.operation):
@@ -212,10 +215,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", action="store_true")
+    parser.add_argument("--stages", nargs="+", choices=QUICK, default=QUICK)
     arguments = parser.parse_args()
     sweep = Sweep(arguments.folder)
     line.copied(sweep.root, sweep._kept(len(sweep.recorded)))
-    for point in sweep.points(arguments.every):
+    for point in sweep.points(arguments.every, arguments.stages):
         begun = time.monotonic()
         wrong = sweep.tried(point)
         shown = {"node": point.node, "operation": point.operation, "site": point.site, "fault": point.fault}
