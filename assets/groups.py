@@ -13,10 +13,11 @@ from sandhi_core.grouping.besides import besides
 from sandhi_core.grouping.groups import make_groups
 from sandhi_core.grouping.kinship import families
 from sandhi_core.grouping.methods import Measures
-from sandhi_core.grouping.reform import Taken
+from sandhi_core.grouping.reform import Makers, as_before, who_took
 from sandhi_core.layout import read_manifest
 from sandhi_core.merging import squared_distance
 from sandhi_core.offers import TOLD_EVERY, Offers
+from sandhi_core.recipes import recipe_key
 from sandhi_core.records import Groups, Profile, Recipe, Slot, digest_of
 from sandhi_core.report.stages import groups_table, left_out_table
 from sandhi_core.rungs.allotment import Candidate
@@ -34,10 +35,8 @@ def run(job: Job) -> Outcome:
         )
     models = catalogue.members(job.key)
     grouping = pool.grouping
-    earlier = taken = None
-    if job.regroup and grouping.on_regroup == "accepted":
-        taken = _taken(job)
-    if (not job.regroup or taken is not None) and artifacts.envelope(("groups", job.key)) is not None:
+    earlier, makers = None, _makers(job)
+    if (not job.regroup or makers is not None) and artifacts.envelope(("groups", job.key)) is not None:
         earlier = artifacts.load(Groups, "groups", job.key)
     fingerprints = {m: job.bench.fingerprint(m) for m in models}
     related = families(fingerprints, partial(row_statistics, job.bench.scans)) if grouping.candidates == "wide" else {}
@@ -54,7 +53,7 @@ def run(job: Job) -> Outcome:
         related,
         beside,
         None if pool.merging.plain else _measures(job),
-        taken,
+        makers,
     )
     methods = Counter(g.recipe.method for g in record.groups)
     reasons = Counter(e.reason for e in record.excluded)
@@ -73,13 +72,19 @@ def run(job: Job) -> Outcome:
     )
 
 
-def _taken(job: Job) -> Taken | None:
-    """What the deployed models of the pool are served as a shared tensor; None of a pool that is not deployed."""
-    deployed = job.bench.artifacts.deployed(job.pool)
-    if deployed is None:
+def _makers(job: Job) -> Makers | None:
+    """Who makes averages where groups are formed from scratch: at a regrouping those who are served them."""
+    pool = job.bench.catalogue.pools[job.pool]
+    if pool.grouping.on_regroup == "fresh":
         return None
+    if not job.regroup:
+        return None if pool.grouping.on_new_model == "join" else as_before
+    deployed = job.bench.artifacts.deployed(pool.name)
+    if deployed is None:
+        return as_before
     models = read_manifest(deployed.parent).models
-    return {(m, name) for m, model in models.items() for name, t in model.tensors.items() if t.sharing != "private"}
+    served = {(m, name): t.digest for m, model in models.items() for name, t in model.tensors.items()}
+    return who_took(served, lambda recipe: job.bench.store.recipe_tensor(recipe_key(recipe)))
 
 
 def _measures(job: Job) -> Measures:

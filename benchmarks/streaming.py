@@ -165,12 +165,16 @@ DO = {"check": do_check, "export": do_export, "merge and export": do_merge}
 
 
 def do(way: str, folder: Path, out: Path) -> None:
-    """Prints what it took, and what this process was before it began."""
+    """Writes beside `out` what it took, and what this process was before it began."""
     anonymous, resident, _ = _memory(os.getpid())
     begun, cpu = time.perf_counter(), time.process_time()
     DO[way](folder, out)
     took = {"seconds": time.perf_counter() - begun, "cpu": time.process_time() - cpu}
-    print(json.dumps({**took, "anonymous": anonymous, "resident": resident}))
+    _took(out).write_text(json.dumps({**took, "anonymous": anonymous, "resident": resident}))
+
+
+def _took(out: Path) -> Path:
+    return out.with_name("took.json")
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -179,19 +183,17 @@ def do(way: str, folder: Path, out: Path) -> None:
 def _measured(way: str, folder: Path, out: Path, commands: Sequence[Sequence[str]]) -> Took:
     begun, cpu, anonymous, resident = time.perf_counter(), 0.0, 0, 0
     for command in commands:
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(command, stdout=sys.stderr) as process:
             while process.poll() is None:
                 now = _memory(process.pid)
                 anonymous, resident = max(anonymous, now[0]), max(resident, now[1])
                 cpu = max(cpu, now[2])
                 time.sleep(0.02)
-            assert process.stdout is not None
-            said = process.stdout.read()
         if process.returncode:
             raise RuntimeError(f"{way} failed: {' '.join(command)}")
     took = time.perf_counter() - begun
     if way in DO:
-        own = json.loads(said)
+        own = json.loads(_took(out).read_bytes())
         took, cpu = own["seconds"], own["cpu"]
         anonymous, resident = anonymous - own["anonymous"], resident - own["resident"]
     nbytes = sum(f.stat().st_size for n in NAMES for f in (folder / n).glob("*.safetensors"))
@@ -237,17 +239,17 @@ def run(folder: Path, rounds: int, mergekit: Path | None) -> list[Took]:
     make_models(folder)
     _scanned(folder)
     ways = ["cp", "check", "export", "merge and export", *(["mergekit"] if mergekit else [])]
-    found = []
+    found, out = [], folder / "out"
     for n in range(rounds):
         for way in ways:
-            out = folder / "out"
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             subprocess.run(["sync"], check=True)
             took = _measured(way, folder, out, _commands(way, folder, out, mergekit))
             say(f"round {n + 1}, {way}: {took.seconds:.1f} s, {took.cpu:.1f} s of the processor")
             found.append(took)
-    shutil.rmtree(folder / "out", ignore_errors=True)
+    shutil.rmtree(out, ignore_errors=True)
+    _took(out).unlink()
     return found
 
 

@@ -1,7 +1,7 @@
 """What the stages work with: opened checkpoints, the evaluator of a model, the store of shared tensors."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 from sandhi_core.artifacts import Artifacts
@@ -99,7 +99,7 @@ class Bench:
         return self._inputs[model]
 
     def shared_tensors(self, pool: Pool) -> SharedTensors:
-        return SharedTensors(self.store, self.scans, partial(self.opened, pool), self._gram)
+        return SharedTensors(self.store, self.scans, cache(partial(self.opened, pool)), self._gram)
 
     def _gram(self, contributor: Contributor) -> Gram:
         inputs = self.inputs(contributor.model)

@@ -62,7 +62,7 @@ def _room(shape: torch.Size) -> Doubles:
     lies what is kept of every tensor."""
     rows, columns = shape
     if not hasattr(_kept, "room"):
-        _kept.room = np.empty(max(_BLOCK, _PIECE))
+        _kept.room = np.empty(_BLOCK)
     room: Doubles = _kept.room[: rows * columns].reshape(rows, columns)
     return room
 

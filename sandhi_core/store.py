@@ -65,7 +65,8 @@ class Store:
         return self.put_raw(name, dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
 
     def put_raw(self, name: str, dtype: str, shape: Sequence[int], raw: memoryview) -> str:
-        """`put` for bytes that are somewhere already, streamed. A damaged entry is replaced by a new file."""
+        """`put` for bytes that are somewhere already, streamed. A damaged entry is replaced by a new file. Raises
+        UnreadError too, where `raw` is mapped and cannot be read."""
         digest = tensor_digest(dtype, shape, raw)
         path = self.path(digest, name)
         if not self._intact(path, digest, name):
@@ -83,7 +84,10 @@ class Store:
         path = self.path(digest, name)
         if not self._intact(path, digest, name):
             entry = self.entry(digest)
-            self.put_raw(name, entry.dtype, entry.shape, entry.raw)
+            try:
+                self.put_raw(name, entry.dtype, entry.shape, entry.raw)
+            except UnreadError:
+                raise self.unread(digest) from None
         return path
 
     def entry(self, digest: str) -> Entry:

@@ -32,7 +32,8 @@ def steady(device: torch.device) -> AbstractContextManager[None]:
 
 def each_on_a_thread(work: Callable[[T], R], items: Iterable[T], *, writes: bool = False) -> Iterator[R]:
     """The results in the order of `items`, whose work is done by as many threads as torch may use (OMP_NUM_THREADS),
-    each of which calculates alone. Work that `writes` waits for the disk half of the time: twice as many do it.
+    each of which calculates alone. Work that `writes` waits for the disk half of the time: twice as many do it. One at
+    a time in a process: torch knows one number for threads to come.
 
     Raises what the first of them raised; of the others those that have not begun are left out.
     """

@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -6,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sandhi_core.checkpoints import safetensors_file
 from sandhi_core.checkpoints.checkpoint import tensor_digest
-from sandhi_core.checkpoints.safetensors_file import map_file, raw_bytes, read_header
+from sandhi_core.checkpoints.safetensors_file import UnreadError, map_file, raw_bytes, read_header
 from sandhi_core.errors import StoreError
 from sandhi_core.store import ALIGNMENT, Store
 
@@ -132,3 +134,33 @@ def test_any_tensor_survives(store: Store, dtype: torch.dtype, shape: list[int],
 
 def test_a_view_that_is_not_contiguous_is_stored_as_it_reads(store: Store) -> None:
     assert torch.equal(store.tensor(store.put("w", W.T)), W.T)
+
+
+def test_an_entry_that_cannot_be_read_a_second_time_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = store.put("a.weight", W)
+    looked = 0
+
+    def failing(raw: memoryview) -> None:
+        nonlocal looked
+        looked += 1
+        if looked > 1:
+            raise UnreadError
+
+    monkeypatch.setattr(safetensors_file, "present", failing)
+    with pytest.raises(StoreError, match=r"cannot be read") as caught:
+        store.provide(digest, "b.weight")
+    assert digest in str(caught.value)
+    assert not store.path(digest, "b.weight").exists()
+
+
+def test_an_entry_for_which_there_is_no_memory_is_not_called_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = store.put("a.weight", W)
+
+    def short(raw: memoryview, advice: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(safetensors_file, "_advise", short)
+    with pytest.raises(MemoryError):
+        store.entry(digest)

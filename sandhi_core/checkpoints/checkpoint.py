@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -74,6 +75,7 @@ class Checkpoint:
         self._beside = found.beside
         self._index = found.index
         self._views: dict[str, memoryview] = {}
+        self._mapping = Lock()
 
     @classmethod
     def open(cls, directory: Path, model: str, index: str = INDEX) -> "Checkpoint":
@@ -205,8 +207,9 @@ class Checkpoint:
         )
 
     def _view(self, file: str) -> memoryview:
-        if file not in self._views:
-            with self.reading(file), (self.directory / file).open("rb") as f:
-                self.require_unchanged(file, os.fstat(f.fileno()))
-                self._views[file] = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
-        return self._views[file]
+        with self._mapping:  # of several mappings of a file `release` would know one
+            if file not in self._views:
+                with self.reading(file), (self.directory / file).open("rb") as f:
+                    self.require_unchanged(file, os.fstat(f.fileno()))
+                    self._views[file] = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+            return self._views[file]

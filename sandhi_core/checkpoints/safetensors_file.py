@@ -54,6 +54,9 @@ _CHUNK = 1 << 20  # bytes handed to one write: still near the processor when the
 PAGE = mmap.PAGESIZE
 """Bytes of which the kernel maps a file in wholes."""
 _POPULATE_READ = 22  # MADV_POPULATE_READ, madvise(2)
+_UNREADABLE = (errno.EFAULT, errno.EIO, 133)  # and EHWPOISON: what it answers of a page that a touch would die of
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_AHEAD = 8 << 20  # bytes
 ALIGNMENT = 8  # of the first tensor's byte in a file, as safetensors itself does
 
 
@@ -123,20 +126,27 @@ def release(raw: memoryview) -> None:
 
 def present(raw: memoryview) -> None:
     """Of a view of a mapping, bring all pages into memory. Raises UnreadError where one cannot be read, which would end
-    the process (SIGBUS) at a touch. Whatever is no mapping stays as it is."""
+    the process (SIGBUS) at a touch, and MemoryError where there is no room. Whatever is no mapping stays as it is."""
     try:
         _advise(raw, _POPULATE_READ)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a kernel before 5.14, where nothing can be told beforehand
+        if error.errno in _UNREADABLE:
             raise UnreadError from None
+        if error.errno == errno.ENOMEM:
+            raise MemoryError from None
+        if error.errno != errno.EINVAL:  # of a kernel before 5.14, where nothing can be told beforehand
+            raise
 
 
 def _advise(raw: memoryview, advice: int) -> None:
-    mapping = raw.obj
-    if isinstance(mapping, mmap.mmap) and raw.nbytes:
-        at = _address(raw) - _address(memoryview(mapping))
-        start = at - at % PAGE
-        mapping.madvise(advice, start, at + raw.nbytes - start)
+    """madvise(2), while other threads run, which they do not during that of Python's mmap: reading takes its time."""
+    if not isinstance(raw.obj, mmap.mmap) or not raw.nbytes:
+        return
+    at = _address(raw)
+    start = at - at % PAGE
+    if _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(at + raw.nbytes - start), advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _address(raw: memoryview) -> int:
@@ -200,7 +210,7 @@ def write_safetensors(path: Path, entries: Iterable[Entry], *, alignment: int = 
     The bytes depend on names, dtypes, shapes and values, not on the order of `entries`: widest dtype first,
     then by name. `alignment` (bytes, a multiple of 8) is that of the first tensor in the file.
 
-    Raises OSError.
+    Raises OSError, and UnreadError for a mapped tensor that cannot be read.
     """
     with aside(path.parent) as (written, f):
         fill(f, entries, alignment)
@@ -253,13 +263,17 @@ def fill(
     Raises OSError, and UnreadError for a mapped tensor."""
     ordered = sorted(entries, key=lambda e: (_ORDER[e.dtype], e.name))
     f.write(header_bytes(ordered, alignment))
+    waiting = 0  # bytes
     for entry in ordered:
         try:
             pour(f, entry)
         except UnreadError:
             raise UnreadError(entry.name) from None
         release(entry.raw)
-        begin_flush(f)
+        waiting += entry.raw.nbytes
+        if waiting >= _AHEAD:
+            begin_flush(f)
+            waiting = 0
     flush(f)
 
 

@@ -8,7 +8,7 @@ from sandhi_core.grouping.form import Formed, Former, where
 from sandhi_core.grouping.join import continued
 from sandhi_core.grouping.methods import Measures
 from sandhi_core.grouping.order import Place, reference_order, wide_order
-from sandhi_core.grouping.reform import Taken, reformed
+from sandhi_core.grouping.reform import Makers, reformed
 from sandhi_core.pools.pool import GroupingSettings, MergingSettings
 from sandhi_core.records import (
     Exclusion,
@@ -35,14 +35,14 @@ def make_groups(
     families: Mapping[str, str] | None = None,
     besides: Mapping[str, Besides] | None = None,
     measures: Measures | None = None,
-    taken: Taken | None = None,
+    makers: Makers | None = None,
 ) -> Groups:
     """The groups of one compatibility group of a pool. `fingerprints` and `profiles`: by model, the same
     models.
 
     With `on_new_model: join`, `earlier` groups are carried over as far as their slots still exist (see
     join), unless they were formed by another rule: then, and with `regroup`, all are formed from
-    scratch; where `taken` is given, their averages by those who took the earlier ones (see reform).
+    scratch; where `makers` are given, their averages by those who are to make the earlier ones (see reform).
     `gate`: the largest drop under noise of a component that counts as tolerant. `families`, `besides`: see
     Former; `measures`: see Methods.
     """
@@ -52,13 +52,13 @@ def make_groups(
     }
     former = Former(fingerprints, tolerant, grouping, merging, families or {}, besides or {}, measures)
     rule = former.methods.rule
-    joins = taken is None and grouping.on_new_model == "join"
+    joins = makers is None and grouping.on_new_model == "join"
     if earlier is not None and joins and _same_rule(earlier, grouping, gate, rule):
         formed = continued(earlier, former, keep_removed=grouping.on_removed_model == "keep")
     else:
         formed = former.form(former.slots)
-        if earlier is not None and taken is not None:
-            formed = Formed(reformed(formed.groups, earlier, taken), formed.reasons)
+        if earlier is not None and makers is not None:
+            formed = Formed(reformed(formed.groups, earlier, makers), formed.reasons)
     unfit = {where(slot): reason for found in (besides or {}).values() for slot, reason in found.unfit.items()}
     middle = (max(f.layers for f in fingerprints.values()) - 1) / 2
     return Groups(

@@ -6,27 +6,42 @@ new tensor is offered to it as to all, and all are searched again. Who is left o
 an end.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from sandhi_core.records import Group, Groups, Recipe
+from sandhi_core.records import Contributor, Group, Groups, Recipe
 
-Taken = Collection[tuple[str, str]]
-"""(model, tensor) of what is served as a shared tensor."""
+Makers = Callable[[Recipe], tuple[Contributor, ...]]
+"""Of a recipe that was offered, the contributors that are to make the tensor from now on."""
 
 
-def reformed(groups: Iterable[Group], earlier: Groups, taken: Taken) -> tuple[Group, ...]:
-    """`groups` as formed from scratch, with fewer contributors where `earlier` ones were offered and not `taken`."""
+def as_before(recipe: Recipe) -> tuple[Contributor, ...]:
+    """Those who made it."""
+    return recipe.contributors
+
+
+def who_took(served: Mapping[tuple[str, str], str], made: Callable[[Recipe], str | None]) -> Makers:
+    """Those who are `served` what a recipe made: both as digests, of a (model, tensor) and of a recipe. A recipe that
+    nobody was offered yet is made as before."""
+
+    def makers(recipe: Recipe) -> tuple[Contributor, ...]:
+        digest = made(recipe)
+        took = tuple(c for c in recipe.contributors if served.get((c.model, c.tensor)) == digest)
+        # One alone is no average, and none is no tensor: then what was offered is offered again.
+        return took if digest is not None and len(took) > 1 else recipe.contributors
+
+    return makers
+
+
+def reformed(groups: Iterable[Group], earlier: Groups, makers: Makers) -> tuple[Group, ...]:
+    """`groups` as formed from scratch, each with the `makers` of its `earlier` recipe, where it had one."""
     before = {(g.members, g.recipe.method): g.recipe for g in earlier.groups}
 
     def recipe(group: Group) -> Recipe:
-        return _left(group.recipe, before.get((group.members, group.recipe.method)), taken)
+        offered = before.get((group.members, group.recipe.method))
+        if group.recipe.taken is not None or offered is None:
+            return group.recipe
+        if not set(offered.contributors) <= set(group.recipe.contributors):
+            return group.recipe
+        return group.recipe.model_copy(update={"contributors": makers(offered)})
 
     return tuple(group.model_copy(update={"recipe": recipe(group)}) for group in groups)
-
-
-def _left(recipe: Recipe, offered: Recipe | None, taken: Taken) -> Recipe:
-    if recipe.taken is not None or offered is None or not set(offered.contributors) <= set(recipe.contributors):
-        return recipe
-    took = tuple(c for c in offered.contributors if (c.model, c.tensor) in taken)
-    # One alone is no average, and none is no tensor: then what was offered is offered again.
-    return recipe.model_copy(update={"contributors": took if len(took) > 1 else offered.contributors})

@@ -189,7 +189,7 @@ class GroupingSettings(Section):
     on_removed_model: Literal["reform", "keep"] = "reform"
     on_regroup: Literal["fresh", "accepted"] = "fresh"
     """Who makes the averages of groups that are formed anew: all members; or, of a group whose tensor is deployed, only
-    those of them that took it. All are searched again."""
+    those of them that are served it (two at least). All are searched again."""
 
     @field_validator("besides")
     @classmethod

@@ -1,20 +1,38 @@
 """Averages are made again by those who took them; everything else of a regrouping is as from scratch."""
 
+from collections.abc import Collection
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sandhi_core.grouping.groups import make_groups
-from sandhi_core.grouping.reform import Taken, reformed
+from sandhi_core.grouping.reform import Makers, as_before, reformed, who_took
 from sandhi_core.pools.pool import GroupingSettings, MergingSettings
-from sandhi_core.records import Fingerprint, Groups
+from sandhi_core.records import Fingerprint, Groups, Recipe
 from tests.synthetic import fingerprint, profile
 
 POOL = {m: fingerprint(m, 2) for m in "abcd"}
 
 
+Taken = Collection[tuple[str, str]]
+"""(model, tensor) of who is served what was offered to all."""
+
+
 def groups(pool: dict[str, Fingerprint] = POOL, earlier: Groups | None = None, taken: Taken | None = None) -> Groups:
+    return formed(pool, earlier, None if taken is None else makers_of(taken))
+
+
+def formed(
+    pool: dict[str, Fingerprint], earlier: Groups | None, by: Makers | None, rule: GroupingSettings | None = None
+) -> Groups:
     profiles = {m: profile(m, f.layers) for m, f in pool.items()}
-    return make_groups("p", "p.g", pool, profiles, GroupingSettings(), MergingSettings(), 0.05, earlier, taken=taken)
+    return make_groups(
+        "p", "p.g", pool, profiles, rule or GroupingSettings(), MergingSettings(), 0.05, earlier, makers=by
+    )
+
+
+def makers_of(taken: Taken) -> Makers:
+    return who_took(dict.fromkeys(taken, "made"), lambda recipe: "made")
 
 
 def everything(models: str) -> set[tuple[str, str]]:
@@ -71,9 +89,35 @@ def test_makers_only_ever_become_fewer_and_are_never_one(
     taken: set[tuple[str, str]], then: set[tuple[str, str]]
 ) -> None:
     first = groups()
-    second = reformed(first.groups, first, taken)
-    third = reformed(first.groups, first.model_copy(update={"groups": second}), then)
+    second = reformed(first.groups, first, makers_of(taken))
+    third = reformed(first.groups, first.model_copy(update={"groups": second}), makers_of(then))
     for whole, fewer, fewest in zip(first.groups, second, third, strict=True):
         made = [set(g.recipe.contributors) for g in (whole, fewer, fewest)]
         assert made[0] >= made[1] >= made[2] and len(made[2]) > 1
         assert whole.members == fewer.members == fewest.members
+
+
+def test_who_was_not_offered_the_tensor_yet_has_not_refused_it() -> None:
+    """e joined and its search goes on, or its proof failed: what is served is the average without it."""
+    wider = POOL | {"e": fingerprint("e", 2)}
+    joined = groups(wider)
+    served = dict.fromkeys(everything("abcd"), "without e")
+    assert formed(wider, joined, who_took(served, lambda recipe: "with e")) == joined
+    assert formed(wider, joined, who_took(served, lambda recipe: None)) == joined
+
+
+def test_what_models_hold_alike_without_sharing_it_is_not_taken() -> None:
+    """Two equal originals are one tensor in the export, though both refused the average."""
+    served = dict.fromkeys(everything("ab"), "their own") | dict.fromkeys(everything("cd"), "made")
+
+    def made(recipe: Recipe) -> str:
+        return "made"
+
+    assert makers(formed(POOL, groups(), who_took(served, made))) == {"cd"}
+
+
+def test_a_rerun_that_is_no_regrouping_brings_nobody_back() -> None:
+    scratch = GroupingSettings(on_new_model="regroup", on_regroup="accepted")
+    second = formed(POOL, groups(), makers_of(everything("abd")), scratch)
+    assert makers(second) == {"abd"}
+    assert formed(POOL, second, as_before, scratch) == second
