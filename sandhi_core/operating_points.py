@@ -3,7 +3,7 @@
 Source of the named points: SANDHI (SOSP 2026), operating points, as its artifact derives them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sandhi_core.assignment import assignment_at
@@ -56,12 +56,6 @@ class _Members:
                 return {m: c.steps for m, c in reached.items()}
         raise AssertionError("cutoff 0 is the original and within every budget")
 
-    def every_common(self) -> Iterator[OperatingPoint]:
-        """One cutoff for the pool, from the first step to the last that any model's walk has."""
-        for steps in range(1, max(len(t.steps) for t in self.trajectories.values()) + 1):
-            reached = {m: at_most(s.cutoffs, steps).steps for m, s in self.cutoff_sets.items()}
-            yield self.point(str(steps), f"one cutoff, {steps} steps", reached)
-
     def uniform(self, budget: float) -> dict[str, dict[str, float]]:
         return {m: dict.fromkeys(s.budgets, budget) for m, s in self.cutoff_sets.items()}
 
@@ -86,20 +80,6 @@ class _Members:
         """Every model at its own cutoff for one budget: that up to `budget` where savings have their knee."""
         cutoffs = [self.own(self.uniform(budget * part)) for part in KNEE_GRID]
         return cutoffs[knee([self.savings(steps).net for steps in cutoffs])]
-
-
-def sweep(
-    cutoff_sets: Mapping[str, CutoffSet],
-    trajectories: Mapping[str, Trajectory],
-    fingerprints: Mapping[str, Fingerprint],
-) -> tuple[OperatingPoint, ...]:
-    """What the pool saves and loses at every common number of steps, from 1 on; all mappings by model name."""
-    return tuple(_Members(cutoff_sets, trajectories, fingerprints).every_common())
-
-
-def nearest_saving(points: Sequence[OperatingPoint], share: float) -> OperatingPoint:
-    """The point whose net savings are nearest to `share` of the checkpoints' bytes; the first of equal ones."""
-    return min(points, key=lambda p: abs(p.savings.net / p.savings.checkpoint_bytes - share))
 
 
 def operating_points(
@@ -158,10 +138,9 @@ def _kept(earlier: OperatingPoints | None, looks: Mapping[str, str], alignment: 
     return {model: earlier.deployed.cutoffs[model] for model in earlier.holdouts}
 
 
-def frontier(points: Sequence[OperatingPoint], loss: Callable[[Iterable[float]], float] = max) -> tuple[str, ...]:
-    """Names of the points that no other beats in net savings or `loss` without losing in the other. `loss` sums up
-    the drops of a point's models: the worst, or with statistics.fmean the mean, as the reference does."""
-    measured = [(p.name, p.savings.net, loss(p.drops.values())) for p in points]
+def frontier(points: Sequence[OperatingPoint]) -> tuple[str, ...]:
+    """Names of the points that no other beats in net savings or in its worst model's drop without losing in the other."""
+    measured = [(p.name, p.savings.net, max(p.drops.values())) for p in points]
 
     def beaten(saved: int, drop: float) -> bool:
         return any(s >= saved and d <= drop and (s, d) != (saved, drop) for _, s, d in measured)

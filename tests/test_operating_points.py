@@ -1,5 +1,4 @@
 from collections.abc import Collection, Iterable, Mapping
-from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -7,17 +6,17 @@ from hypothesis import strategies as st
 
 from sandhi_core.assignment import Assignment, assignment_at
 from sandhi_core.cutoffs import EPSILON
-from sandhi_core.operating_points import frontier, nearest_saving, operating_points, sweep
+from sandhi_core.operating_points import operating_points
 from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
 from sandhi_core.records import (
     Adjustment,
     Fingerprint,
     HoldoutScore,
-    OperatingPoint,
     OperatingPoints,
     Trajectory,
 )
 from sandhi_core.savings import holdings, savings
+from tests.conformance.points import sweep
 from tests.synthetic import fingerprint, holdout
 from tests.walks import cutoffs, trajectory, walks
 
@@ -207,13 +206,7 @@ def test_no_quality_is_spent_for_nothing(
     assert again == point
 
 
-# --- every common cutoff ------------------------------------------------------------------------------------
-
-
-def swept(given: dict[str, Trajectory], nbytes: int = 0) -> tuple[OperatingPoint, ...]:
-    """`nbytes`: what every model adds to each shared tensor."""
-    added = {m: _adding(walk, nbytes) if nbytes else walk for m, walk in given.items()}
-    return sweep({m: cutoffs(w) for m, w in added.items()}, added, prints(given))
+# --- what residuals cost -------------------------------------------------------------------------------------
 
 
 def _adding(walk: Trajectory, nbytes: int) -> Trajectory:
@@ -222,28 +215,9 @@ def _adding(walk: Trajectory, nbytes: int) -> Trajectory:
     return walk.model_copy(update={"steps": steps})
 
 
-def test_a_sweep_has_a_point_for_every_number_of_steps() -> None:
-    found = swept({"a": trajectory("a", [0.9, 0.85, 0.88], frozenset({1})), "b": trajectory("b", [0.91, 0.9])})
-    assert [p.cutoffs for p in found] == [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 3, "b": 2}]
-    assert [p.savings.net // 12288 for p in found] == [1, 1, 1]
-    assert found[2].drops == pytest.approx({"a": 0.02, "b": 0.0})
-
-
 def test_adjustments_of_the_writes_in_force_are_subtracted() -> None:
-    found = swept({"a": trajectory("a", [0.9, 0.9]), "b": trajectory("b", [0.9, 0.9], frozenset({1}))}, nbytes=100)
+    given = {"a": trajectory("a", [0.9, 0.9]), "b": trajectory("b", [0.9, 0.9], frozenset({1}))}
+    added = {m: _adding(walk, 100) for m, walk in given.items()}
+    found = sweep({m: cutoffs(w) for m, w in added.items()}, added, prints(given))
     assert [(p.savings.freed, p.savings.overhead) for p in found] == [(12288, 200), (12288, 300)]
     assert found[1].savings.net == 12288 - 300
-
-
-def test_the_point_nearest_to_a_saving_is_the_first_of_equal_ones() -> None:
-    found = swept({"a": trajectory("a", [0.9] * 4), "b": trajectory("b", [0.9] * 2)})
-    share = found[1].savings.net / found[1].savings.checkpoint_bytes
-    assert nearest_saving(found, share).name == "2" == nearest_saving(found, 1.0).name
-    assert nearest_saving(found, 0.0).name == "1"
-
-
-def test_the_frontier_may_go_by_the_mean_drop() -> None:
-    found = swept({"a": trajectory("a", [0.89, 0.89]), "b": trajectory("b", [0.89, 0.93])})
-    assert frontier(found) == ("2",) == frontier(found, fmean)
-    uneven = swept({"a": trajectory("a", [0.89, 0.88]), "b": trajectory("b", [0.89, 0.93])})
-    assert frontier(uneven) == ("1", "2") and frontier(uneven, fmean) == ("2",)

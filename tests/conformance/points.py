@@ -1,12 +1,15 @@
 """The operating points of a recorded run by Sandhi's own rules, beside the recorded ones."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sandhi_core.assignment import assignment_at
 from sandhi_core.cutoffs import at_most
-from sandhi_core.operating_points import nearest_saving, operating_points, sweep
+from sandhi_core.operating_points import operating_points
 from sandhi_core.pools.pool import ModelEntry, Pool, TaskBudget
-from sandhi_core.records import OperatingPoint, OperatingPoints
+from sandhi_core.records import CutoffSet, Fingerprint, OperatingPoint, OperatingPoints, Trajectory
+from sandhi_core.savings import savings
 from tests.conformance.recorded import POINTS, RecordedRun, Row
 from tests.synthetic import holdout
 
@@ -44,6 +47,29 @@ def points_of(run: RecordedRun) -> OperatingPoints:
     )
 
 
+def sweep(
+    cutoff_sets: Mapping[str, CutoffSet],
+    trajectories: Mapping[str, Trajectory],
+    fingerprints: Mapping[str, Fingerprint],
+) -> tuple[OperatingPoint, ...]:
+    """What the pool saves and loses at one cutoff for all models, from the first step to the last of the longest walk;
+    a shorter walk ends earlier."""
+    found = []
+    for steps in range(1, max(len(t.steps) for t in trajectories.values()) + 1):
+        reached = {m: at_most(s.cutoffs, steps) for m, s in cutoff_sets.items()}
+        cutoffs = {m: cutoff.steps for m, cutoff in reached.items()}
+        found.append(
+            OperatingPoint(
+                name=str(steps),
+                criterion=f"one cutoff, {steps} steps",
+                cutoffs=cutoffs,
+                drops={m: max(cutoff.drops.values()) for m, cutoff in reached.items()},
+                savings=savings({m: assignment_at(t, cutoffs[m]) for m, t in trajectories.items()}, fingerprints),
+            )
+        )
+    return tuple(found)
+
+
 def sweep_of(run: RecordedRun) -> tuple[OperatingPoint, ...]:
     return sweep(run.of("cutoffs"), run.of("trajectory"), run.of("fingerprint"))
 
@@ -73,7 +99,10 @@ def compared(run: RecordedRun) -> list[Compared]:
     named = {p.name: p for p in points_of(run).points}
     for row in run.rows("report.csv"):
         if target := re.fullmatch(r"mem savings ~ ([0-9.]+)%", row["criterion"]):
-            named[row["point"]] = nearest_saving(sweep_of(run), float(target[1]) / 100)
+            share = float(target[1]) / 100
+            named[row["point"]] = min(
+                sweep_of(run), key=lambda p: abs(p.savings.net / p.savings.checkpoint_bytes - share)
+            )
     return [Compared(row, named[row["point"]]) for row in run.rows("report.csv")]
 
 
