@@ -139,7 +139,7 @@ def _kept(earlier: OperatingPoints | None, looks: Mapping[str, str], alignment: 
 
 
 def frontier(points: Sequence[OperatingPoint]) -> tuple[str, ...]:
-    """Names of the points that no other beats in net savings or in its worst model's drop without losing in the other."""
+    """Names of the points that no other beats in net savings or its worst drop without losing in the other."""
     measured = [(p.name, p.savings.net, max(p.drops.values())) for p in points]
 
     def beaten(saved: int, drop: float) -> bool:

@@ -11,9 +11,11 @@ from assets.stages import STAGE_ASSETS
 from resources.bench import Bench
 from sandhi_core.artifacts import Artifacts
 from sandhi_core.catalogue import Planner, load_catalogue
+from sandhi_core.checkpoints.checkpoint import Checkpoint
 from sandhi_core.errors import MergeError
 from sandhi_core.grouping.form import NO_KIN
-from sandhi_core.records import Groups, Plan
+from sandhi_core.pools.pool import Pool
+from sandhi_core.records import Fingerprint, Groups, Plan
 from tests.models import edit_tensors, fine_tune, tiny_llama
 from tests.pipelines.conftest import PoolWriter
 from tests.synthetic import PROJECTIONS, profile
@@ -117,3 +119,20 @@ def test_a_base_that_changed_after_the_groups_were_formed_is_refused(tuned_pool:
     with pytest.raises(MergeError, match="checkpoint changed") as caught:
         again.shared_tensors(again.catalogue.pools["tiny"]).digest(recipes[0])
     assert caught.value.problem.model == "merging.bases[0]"
+
+
+def test_a_model_is_opened_once_for_all_that_it_contributes(
+    tuned_pool: PoolWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = grouped(tuned_pool(["a", "c"]), tmp_path / "root")
+    recipes = [m.recipe for s in bench.artifacts.load(Plan, "plan", "tiny.a").steps for m in s.merges]
+    opened: list[str] = []
+    real = Bench.opened
+
+    def counted(self: Bench, pool: Pool, name: str) -> tuple[Checkpoint, Fingerprint]:
+        opened.append(name)
+        return real(self, pool, name)
+
+    monkeypatch.setattr(Bench, "opened", counted)
+    bench.shared_tensors(bench.catalogue.pools["tiny"]).prepare(recipes)
+    assert len(recipes) > 1 and sorted(opened) == ["a", "c"]
