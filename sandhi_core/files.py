@@ -22,8 +22,9 @@ from sandhi_core.errors import StoreError
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a file system answers that has no room left."""
 
+LIBC = ctypes.CDLL(None, use_errno=True)
+
 _SYNC_FILE_RANGE_WRITE = 2  # sync_file_range(2)
-_LIBC = ctypes.CDLL(None)
 _ASIDE = re.compile(r"\.sandhi-[0-9a-f]{16}\.tmp")
 
 
@@ -138,7 +139,7 @@ def begin_flush(f: BinaryIO) -> None:
     """Have what was written so far brought to the disk meanwhile, so that `flush` waits for less; nothing is promised,
     and where the file system cannot (sync_file_range(2)), nothing is done."""
     f.flush()
-    _LIBC.sync_file_range(f.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+    LIBC.sync_file_range(f.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
 
 
 def flush(f: BinaryIO) -> None:

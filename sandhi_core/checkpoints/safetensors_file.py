@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sandhi_core.files import aside, begin_flush, flush, fsync_directory, open_regular
+from sandhi_core.files import LIBC, aside, begin_flush, flush, fsync_directory, open_regular
 
 # safetensors' own order, widest first: files written in it have every tensor aligned to its elements.
 DTYPES: dict[str, torch.dtype] = {
@@ -55,7 +55,6 @@ PAGE = mmap.PAGESIZE
 """Bytes of which the kernel maps a file in wholes."""
 _POPULATE_READ = 22  # MADV_POPULATE_READ, madvise(2)
 _UNREADABLE = (errno.EFAULT, errno.EIO, 133)  # and EHWPOISON: what it answers of a page that a touch would die of
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _AHEAD = 8 << 20  # bytes
 ALIGNMENT = 8  # of the first tensor's byte in a file, as safetensors itself does
 
@@ -144,7 +143,7 @@ def _advise(raw: memoryview, advice: int) -> None:
         return
     at = _address(raw)
     start = at - at % PAGE
-    if _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(at + raw.nbytes - start), advice):
+    if LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(at + raw.nbytes - start), advice):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
