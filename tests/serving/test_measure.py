@@ -27,6 +27,7 @@ from sandhi_core.serving.processes import Server
 from sandhi_core.serving.together import Served, _name, serving
 from tests.measured import measure
 from tests.models import WEIGHTS, edit_json, tiny_llama
+from tests.processes import left
 from tests.serving import standin
 
 SIZE = {"hidden_size": 64, "intermediate_size": 256, "dtype": torch.float32, "tokenizer": False}
@@ -137,7 +138,7 @@ def test_a_directory_that_cannot_be_loaded_is_named(tmp_path: Path, leftovers: P
     (bad / WEIGHTS).unlink()
     with pytest.raises(ServingError, match=r"model bad.*transformers cannot load the model: OSError") as failed:
         measure({"good": good, "bad": bad})
-    assert not descendants(os.getpid())
+    assert not left()
     (log,) = leftovers.glob("*/*")  # to be read
     assert log.name == "hold.log" and failed.value.problem.file == str(bad)
     assert failed.value.problem.remedy.endswith(f"; the servers' logs are in {log.parent}")
@@ -161,7 +162,7 @@ def test_an_error_names_the_logs_and_stays_what_it_is(error: SandhiError, told: 
 def test_time_is_bounded(tmp_path: Path, leftovers: Path) -> None:
     with pytest.raises(ServingError, match=r"model a, b.*was not ready within 0"):
         measure({"b": tmp_path, "a": tmp_path}, timeout=0.05)
-    assert not descendants(os.getpid())
+    assert not left()
 
 
 def test_processes_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_whatever_fails_while_servers_run_leaves_the_log_and_names_it(tmp_path: 
     assert len(list(leftovers.glob("*/hold.log"))) == 2
     with pytest.raises(KeyboardInterrupt), serving("transformers", {"a": directory}):
         raise KeyboardInterrupt
-    assert len(list(leftovers.glob("*"))) == 2 and not descendants(os.getpid())
+    assert len(list(leftovers.glob("*"))) == 2 and not left()
 
 
 def test_servers_are_stopped_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +200,9 @@ def test_servers_are_stopped_all_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     noted("stop")
     directory = tiny_llama(tmp_path / "m", **SIZE)
     with serving("vllm", {"a": directory, "b": directory}, sys.executable, plugin=False):
-        assert len(descendants(os.getpid())) >= 4  # keepers and servers
+        assert len(left()) >= 4  # keepers and servers
     assert done[:3] == [("ask", "a"), ("ask", "b"), ("stop", "a")]
-    assert not descendants(os.getpid())
+    assert not left()
 
 
 @pytest.mark.parametrize("plugin", [True, False])
@@ -217,7 +218,7 @@ def test_vllm_is_not_started_for_what_it_cannot_serve(tmp_path: Path, leftovers:
 
 def test_what_is_sound_leaves_no_log(tmp_path: Path, leftovers: Path) -> None:
     measure({"a": tiny_llama(tmp_path / "m", **SIZE)})
-    assert not list(leftovers.iterdir()) and not descendants(os.getpid())
+    assert not list(leftovers.iterdir()) and not left()
 
 
 MEASURER = """

@@ -1,7 +1,6 @@
 """Served is scored: real servers of really searched pools, held to the evaluator that scored them."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from sandhi_core.verification.exports import verify
 from sandhi_core.verification.servers import Measuring
 from tests.conftest import VLLM
 from tests.pipelines.conftest import Line, built, line_alone
+from tests.processes import left
 from tests.searched import TASKS, searched_pool
 from tests.serving.test_measure import ends_all, measurer
 
@@ -120,7 +120,7 @@ def verified(line: Line, engine: str) -> dict[str, Compared]:
     root, _ = export_of(line)
     table, ok = verify(root, Measuring(engine, pool=load_pool(line.pool), answers=PROMPTS))  # type: ignore[arg-type]
     assert ok and table["problems"] == [], table["problems"]
-    assert not descendants(os.getpid())
+    assert not left()
     return {name: Compared(**found) for name, found in table["answers"].items()}
 
 
@@ -265,7 +265,7 @@ def test_a_pool_is_proved_with_the_vllm_that_it_is_deployed_on(proved: Proved) -
     others = [process for process in proof.memory.exports if process not in first.values()]
     assert len(others) >= 4 and all(process.rss == 0 for process in others)
     assert all(process.shared >= proof.claimed for process in first.values())
-    assert not descendants(os.getpid())
+    assert not left()
 
 
 @with_vllm

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import CHECKOUT
+from tests.processes import kept
 
 FLAGS = {"quantization": "sandhi", "load_format": "sandhi"}
 _CACHE = CHECKOUT / ".sandhi-demo" / "vllm"  # what vLLM and torch's compiler keep from one run to the next
@@ -42,6 +43,7 @@ class Engines:
                 },
                 start_new_session=True,
             )
+        kept.add(self._process.pid)
 
     def start(
         self,
@@ -97,6 +99,7 @@ class Engines:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            kept.discard(self._process.pid)
 
 
 @pytest.fixture(scope="session")
