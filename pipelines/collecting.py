@@ -19,7 +19,8 @@ def collect(path: Path, root: Path, *, keep: int = 1, gone: bool = False, apply:
     """What goes from the artifact root of a pool file, or of all in a directory; with `apply` it is gone then.
 
     Raises UsageError where there is no pool file, PoolError for one that cannot be read (nothing is removed then),
-    StoreError where nothing was built in the root, where a build or a stage runs in it, or for what cannot be removed.
+    StoreError where nothing was built in the root, where a build or a stage runs in it, for what cannot be removed, and
+    for a record or directory that cannot be read (nothing is removed then).
     """
     settings = Settings.of_command(path, root)
     catalogue = load_catalogue(settings.given_files(), settings.placed)
@@ -30,8 +31,11 @@ def collect(path: Path, root: Path, *, keep: int = 1, gone: bool = False, apply:
     with alone(artifacts) if apply else nullcontext():
         inputs, problems = _inputs(catalogue, artifacts)
         in_use = look()
-        found = garbage(catalogue, artifacts, in_use, keep=keep, gone=gone, inputs=inputs)
-        sizes = freed(found.removals)
+        try:
+            found = garbage(catalogue, artifacts, in_use, keep=keep, gone=gone, inputs=inputs)
+            sizes = freed(found.removals)
+        except OSError as error:
+            raise _unread(root, error) from error
         if apply:
             remove(root, found.removals)
     problems += _warnings(found, in_use)
@@ -47,6 +51,14 @@ def collect(path: Path, root: Path, *, keep: int = 1, gone: bool = False, apply:
         "kept": [{"path": str(export.path), "why": export.why} for export in found.kept],
         "others": list(found.others),
     }
+
+
+def _unread(root: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"cannot be read, so that what is needed is not known, and nothing is removed: {error.strerror or error}",
+        file=str(error.filename or root),
+        remedy="run as the user that the artifact root belongs to; where its disk fails, build in another root",
+    )
 
 
 def _inputs(catalogue: Catalogue, artifacts: Artifacts) -> tuple[dict[str, str] | None, list[Problem]]:

@@ -106,8 +106,17 @@ class Artifacts:
         return self.root / "records" / stage / f"{key}.json"
 
     def keys(self, stage: str) -> list[str]:
-        """Of all that a stage ever gave, sorted: those of pools and models that are gone too."""
-        return sorted(path.stem for path in (self.root / "records" / stage).glob("*.json"))
+        """Of all that a stage ever gave, sorted: those of pools and models that are gone too. Raises StoreError where
+        the records cannot be listed."""
+        folder = self.root / "records" / stage
+        try:
+            names = [path.name for path in folder.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            remedy = "run as the user that the artifact root belongs to"
+            raise StoreError(f"cannot be read: {error.strerror}", file=str(folder), remedy=remedy) from error
+        return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
     def envelope(self, node: Node) -> Envelope | None:
         """The stored record, or None where there is none that can be read (a damaged one is made again)."""
@@ -120,6 +129,18 @@ class Artifacts:
             return _read(path, node, FileIdentity.of(path.stat()))
         except (OSError, ValueError):  # a ValidationError too
             return None
+
+    def known(self, node: Node) -> Envelope | None:
+        """The stored record, or None where the stage has not run: for who removes what no record asks for. Raises
+        StoreError where one is there that cannot be read."""
+        envelope = self.envelope(node)
+        if envelope is None and node[1] in self.keys(node[0]):
+            raise StoreError(
+                "cannot be read, so that what it needs is not known, and nothing is removed",
+                file=str(self._path(node)),
+                remedy="build its pool, which makes it again; of a pool that is no more, remove this file",
+            )
+        return envelope
 
     def stored(self, node: Node) -> Stored | None:
         """What the planner compares. An export that is gone counts as never made, and what was proved of it too:

@@ -30,7 +30,7 @@ class Export:
 
 def exports_of(artifacts: Artifacts, pool: str, *, keep: int, gone: bool, in_use: InUse) -> list[Export]:
     """Everything below `exports/POOL`. `keep`: how many of those that were deployed before stay, the newest first;
-    `gone`: the pool is no more, and only what is in use stays."""
+    `gone`: the pool is no more, and only what is in use stays. Raises StoreError for a record that cannot be read."""
     home = artifacts.root / "exports" / pool
     found = list(_found(home, pool))
     wanted = {} if gone else _wanted(artifacts, pool, [e.path for e in found if not e.why], keep)
@@ -72,18 +72,22 @@ def _recognised(path: Path, pool: str) -> Export:
 
 
 def _files_of(path: Path) -> tuple[Path, ...]:
-    """All files and links below a directory, sorted."""
+    """All files and links below a directory, sorted. Raises OSError where one below it cannot be listed."""
     found = []
-    for directory, folders, files in os.walk(path):
+    for directory, folders, files in os.walk(path, onerror=_raised):
         here = Path(directory)
         found += [here / name for name in files] + [here / name for name in folders if (here / name).is_symlink()]
     return tuple(sorted(found))
 
 
+def _raised(error: OSError) -> None:
+    raise error
+
+
 def _wanted(artifacts: Artifacts, pool: str, paths: list[Path], keep: int) -> dict[str, str]:
     """By name of an export why the pool wants it. Where the newest has no proof yet, or failed it, the last good
     deployment is still the one that is served."""
-    merged, deployed = (artifacts.envelope((stage, pool)) for stage in ("merged_weights", "deployment"))
+    merged, deployed = (artifacts.known((stage, pool)) for stage in ("merged_weights", "deployment"))
     wanted = {}
     if merged is not None:
         wanted[Path(merged.record["export"]).name] = "the pool's newest"

@@ -39,7 +39,9 @@ def garbage(
 ) -> Garbage:
     """`catalogue`: the pools that are looked at; `keep`: earlier exports of each that stay; `gone`: pools of the root
     that it does not have are no more. `inputs`: by model the key of the moments of its inputs; None where they are not
-    known of every model, and all inputs and spectra stay."""
+    known of every model, and all inputs and spectra stay.
+
+    Raises StoreError for a record that cannot be read: what it needs would go. OSError for a directory."""
     known = _pools(artifacts)
     others = tuple(sorted(known - catalogue.pools.keys())) if not gone else ()
     exports = [

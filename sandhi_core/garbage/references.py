@@ -26,13 +26,14 @@ def references(
     artifacts: Artifacts, members: Iterable[str], manifests: Iterable[Manifest], inputs: Mapping[str, str]
 ) -> References:
     """Of the plans and trajectories of `members` (`POOL.MODEL`) and of exports. `inputs`: by model the key of the
-    moments of its inputs, where it has any; spectra of other models are not asked for."""
+    moments of its inputs, where it has any; spectra of other models are not asked for. Raises StoreError for a record
+    that cannot be read."""
     found = References()
     store = Store(artifacts.root / "store")
     for member in members:
-        if artifacts.envelope(("plan", member)) is not None:
+        if artifacts.known(("plan", member)) is not None:
             _planned(found, artifacts, store, member, inputs.get(member.rpartition(".")[2]))
-        if artifacts.envelope(("trajectory", member)) is not None:
+        if artifacts.known(("trajectory", member)) is not None:
             _walked(found, artifacts.load(Trajectory, "trajectory", member))
     for manifest in manifests:
         found.tensors |= {t.digest for model in manifest.models.values() for t in model.tensors.values()}
@@ -42,7 +43,7 @@ def references(
 def _planned(found: References, artifacts: Artifacts, store: Store, member: str, inputs: str | None) -> None:
     """Every tensor that the plan offers: what a search that was stopped goes on with."""
     model = member.rpartition(".")[2]
-    fingerprint = artifacts.envelope(("checkpoint", model))
+    fingerprint = artifacts.known(("checkpoint", model))
     own = {t.name: t.digest for t in Fingerprint.model_validate(fingerprint.record).tensors} if fingerprint else {}
     for merge in (merge for step in artifacts.load(Plan, "plan", member).steps for merge in step.merges):
         key = recipe_key(merge.recipe)

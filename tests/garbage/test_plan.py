@@ -1,10 +1,13 @@
 """What goes and what stays, on a root made by hand; nothing that Sandhi did not write ever goes."""
 
+import errno
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from sandhi_core.deploy.spec import DeploymentSpec
 from sandhi_core.disk import verify_disk
+from sandhi_core.errors import StoreError
 from sandhi_core.garbage.in_use import InUse
 from sandhi_core.garbage.plan import Garbage, garbage
 from sandhi_core.garbage.removal import remove
@@ -184,6 +188,57 @@ def test_an_export_with_a_manifest_that_cannot_be_read_stays(root: Root, damage:
     manifest.write_text(damage)
     found = root.garbage(keep=0)
     assert why(found)[root.exports[0].name].startswith("left alone: its manifest")
+
+
+@pytest.mark.parametrize("damage", ["{", "", None])
+@pytest.mark.parametrize(
+    "record",
+    [
+        "deployment/small",
+        "merged_weights/small",
+        "plan/small.single",
+        "trajectory/small.single",
+        "checkpoint/single",
+    ],
+)
+def test_a_record_that_cannot_be_read_says_nothing_of_what_is_needed(
+    root: Root, record: str, damage: str | None
+) -> None:
+    """What it speaks of, the deployed export too, would be taken for garbage."""
+    path = root.case.root / "records" / f"{record}.json"
+    if damage is None:  # as from a disk that fails
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_text(damage)
+    with pytest.raises(StoreError, match="what it needs is not known, and nothing is removed") as refused:
+        root.garbage(keep=0)
+    assert refused.value.problem.file == str(path) and "build its pool" in refused.value.problem.remedy
+
+
+def test_records_of_pools_that_are_gone_need_not_be_read(root: Root) -> None:
+    for stage, key in (("plan", "small.single"), ("deployment", "small")):
+        (root.case.root / "records" / stage / f"{key}.json").write_text("{")
+    assert by_kind(root.garbage(pools=False, gone=True))["export"] == {path.name for path in root.exports}
+
+
+@pytest.mark.parametrize("folder", ["records/plan", "exports/small", "export", "store", "store/recipes", "spectra"])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    root: Root, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = str(root.exports[0] / "single" if folder == "export" else root.case.root / folder)
+    for name in ("listdir", "scandir"):
+        real = getattr(os, name)
+
+        def closing(path: str | Path, real: Callable[[str | Path], Any] = real) -> Any:
+            if str(path) == closed:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path)
+
+        monkeypatch.setattr(os, name, closing)
+    with pytest.raises((StoreError, OSError)) as failed:
+        root.garbage(keep=0)
+    assert closed in str(failed.value)
 
 
 def test_links_are_not_followed(root: Root, tmp_path: Path) -> None:

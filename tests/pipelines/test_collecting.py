@@ -192,3 +192,18 @@ def test_wrong_use_removes_nothing(
     found, _, err = sandhi("gc", *given, *options, "--apply")
     assert found == status and told in err
     assert tree(folder / "root") == before
+
+
+def test_with_a_record_that_is_damaged_nothing_goes_until_a_build_has_made_it_again(
+    edited: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    folder, _ = edited
+    root = tmp_path / "root"
+    subprocess.run(["cp", "-a", folder / "root", root], check=True)
+    (root / "records" / "deployment" / "tiny.json").write_text("{")
+    before = tree(root)
+    status, _, err = sandhi("gc", folder / "tiny.yaml", "--root", root, "--keep", "0", "--apply")
+    assert status == 1 and "records/deployment/tiny.json" in err and "nothing is removed" in err
+    assert before.items() <= tree(root).items()
+    assert built(folder / "tiny.yaml", root)["ran"] == [["deployment", "tiny"]]
+    assert gc(folder, root, "--keep", "0", "--apply")["applied"]
