@@ -37,7 +37,7 @@ class _Line(Evaluation):
 class ScoreLog:
     """Opens (and where a kill left half a line, mends) the log at `path`.
 
-    Raises StoreError where a line other than a torn last one cannot be read, or the file cannot be written.
+    Raises StoreError where the file, or a line other than a torn last one, cannot be read, or the file not be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,6 +81,9 @@ class ScoreLog:
                 data = file.read()
         except FileNotFoundError:
             return
+        except OSError as error:
+            remedy = "make it readable to who builds; where its disk fails, restore the file to another --root"
+            raise StoreError(f"cannot be read: {error.strerror}", file=str(self._path), remedy=remedy) from error
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.splitlines():
             try:

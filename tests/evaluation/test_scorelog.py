@@ -51,6 +51,13 @@ def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path_factory: pytest.T
     assert path.read_bytes() == both
 
 
+def test_a_log_that_cannot_be_read_is_named_and_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    with pytest.raises(StoreError, match="cannot be read: Is a directory") as refused:
+        ScoreLog(tmp_path / "log")
+    assert refused.value.problem.file == str(tmp_path / "log")
+
+
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = ScoreLog(path)
