@@ -60,6 +60,7 @@ WAYS: Mapping[str, Way] = {
     "walk": Way(WALK, BOTH),
     "ladder without residuals": Way({**LADDER, "merging": {"rescale": "none", "residuals": "none"}}),
     "ladder": Way(LADDER, BOTH),
+    "ladder, RegMean too": Way({**LADDER, "merging": {**LADDER["merging"], "methods": ["mean", "regmean"]}}, BOTH),
     "ladder, every rung": Way(
         {**LADDER, "grouping": BESIDES, "merging": {**LADDER["merging"], "methods": EVERY_METHOD}}, BOTH, bases=True
     ),
