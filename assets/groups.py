@@ -7,7 +7,7 @@ from functools import cache, partial
 from assets.stage import Job, Outcome
 from assets.tables import table
 from sandhi_core.checkpoints.scan import row_statistics
-from sandhi_core.errors import CheckpointError
+from sandhi_core.errors import CheckpointError, StoreError
 from sandhi_core.graph import evidence_rule
 from sandhi_core.grouping.besides import besides
 from sandhi_core.grouping.groups import make_groups
@@ -35,9 +35,8 @@ def run(job: Job) -> Outcome:
         )
     models = catalogue.members(job.key)
     grouping = pool.grouping
-    earlier, makers = None, _makers(job)
-    if (not job.regroup or makers is not None) and artifacts.envelope(("groups", job.key)) is not None:
-        earlier = artifacts.load(Groups, "groups", job.key)
+    makers = _makers(job)
+    earlier = None if job.regroup and makers is None else _earlier(job)
     fingerprints = {m: job.bench.fingerprint(m) for m in models}
     related = families(fingerprints, partial(row_statistics, job.bench.scans)) if grouping.candidates == "wide" else {}
     beside = {m: besides(job.bench.checkpoint(m), fingerprints[m], grouping.besides) for m in models}
@@ -70,6 +69,18 @@ def run(job: Job) -> Outcome:
             "why": "; ".join(f"{n} {reason}" for reason, n in reasons.most_common()) or "none left out",
         },
     )
+
+
+def _earlier(job: Job) -> Groups | None:
+    """The groups as they were: models that joined do not change what the others share."""
+    artifacts, node = job.bench.artifacts, ("groups", job.key)
+    if not job.regroup and (damaged := artifacts.damaged(node)) is not None:
+        raise StoreError(
+            "is damaged: it says who joined these groups; formed anew they may share other tensors",
+            file=str(damaged),
+            remedy="restore it from a backup; or `sandhi build --regroup` forms them anew and searches all models",
+        )
+    return None if artifacts.envelope(node) is None else artifacts.load(Groups, *node)
 
 
 def _makers(job: Job) -> Makers | None:

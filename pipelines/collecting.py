@@ -77,9 +77,13 @@ def _inputs(catalogue: Catalogue, artifacts: Artifacts) -> tuple[dict[str, str] 
 
 
 def _warnings(found: Garbage, in_use: InUse) -> list[Problem]:
-    exports = any(removal.kind == "export" for removal in found.removals)
-    if not in_use.unseen or not exports:
-        return []
-    message = f"what {in_use.unseen} processes of other users map is not known"
-    remedy = "run as root where servers belong to another user; a server keeps what it maps, and cannot start again"
-    return [Problem(code="unseen", severity="warning", message=message, remedy=remedy)]
+    told = []
+    if found.gone:
+        message = f"no given file defines {', '.join(found.gone)}: everything of it goes, the deployed export too"
+        remedy = "give its file too (of a directory those right in it, *.yaml and *.yml), or leave --gone out"
+        told.append(Problem(code="gone-pools", severity="warning", message=message, remedy=remedy))
+    if in_use.unseen and any(removal.kind == "export" for removal in found.removals):
+        message = f"what {in_use.unseen} processes of other users map is not known"
+        remedy = "run as root where servers belong to another user; a server keeps what it maps, and cannot start again"
+        told.append(Problem(code="unseen", severity="warning", message=message, remedy=remedy))
+    return told

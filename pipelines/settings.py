@@ -16,6 +16,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 LOOK_SECONDS = 30
 RETRY_SECONDS = 30
 CLUSTER = "SANDHI_CLUSTER"
+POOL_SUFFIXES = (".yaml", ".yml")
 
 
 def default_root() -> Path:
@@ -65,13 +66,15 @@ class Settings:
         """Of a directory those whose names do not begin with a dot: they are other tools'."""
         if not self.pools.is_dir():
             return [self.pools]
-        return sorted(file for file in self.pools.glob("*.yaml") if file.name[0] != ".")
+        return sorted(file for file in self.pools.iterdir() if file.suffix in POOL_SUFFIXES and file.name[0] != ".")
 
     def given_files(self) -> list[Path]:
         """The pool files that a command was given. Raises UsageError where a directory holds none."""
         if files := self.pool_files():
             return files
-        raise UsageError("the directory holds no pool file (*.yaml)", file=str(self.pools), remedy="name a pool file")
+        raise UsageError(
+            "the directory holds no pool file (*.yaml, *.yml)", file=str(self.pools), remedy="name a pool file"
+        )
 
     def placed(self, pool: "Pool") -> "Pool":
         """The pool with the kind of device that `auto` is here, so that whoever plans means what scores, on whatever

@@ -130,6 +130,18 @@ class Artifacts:
         except (OSError, ValueError):  # a ValidationError too
             return None
 
+    def damaged(self, node: Node) -> Path | None:
+        """The file of a record that is there and cannot be read, though this version of its stage wrote it. Raises
+        StoreError where the records cannot be listed."""
+        if self.envelope(node) is not None or node[1] not in self.keys(node[0]):
+            return None
+        path = self._path(node)
+        try:
+            version = json.loads(path.read_bytes())["version"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return path
+        return path if version == STAGES[node[0]].version else None
+
     def known(self, node: Node) -> Envelope | None:
         """The stored record, or None where the stage has not run: for who removes what no record asks for. Raises
         StoreError where one is there that cannot be read."""
@@ -153,6 +165,8 @@ class Artifacts:
             return None  # a proof that failed is made again
         if needed and not self._sound(envelope, needed):
             return None
+        if needed and not (self.root / envelope.record["export"]).is_dir():
+            return None  # moved: what tells the path is written again
         return Stored(envelope.fingerprint, envelope.data_version)
 
     def failed(self, node: Node) -> str | None:
@@ -163,7 +177,7 @@ class Artifacts:
     def _sound(self, envelope: Envelope, needed: str) -> bool:
         """Whether an export still has `needed` and every file that its manifest names, each with the size it must
         have. Bytes are compared by `sandhi verify`."""
-        export = self.root / envelope.record["export"]
+        export = self._export(envelope)
         try:
             manifest = read_manifest(export)
             if needed == DEPLOYMENT and json.loads((export / DEPLOYMENT).read_bytes())["manifest"] != manifest.digest:
@@ -173,12 +187,16 @@ class Artifacts:
         except (ProofError, OSError, ValueError, TypeError, KeyError):
             return False
 
+    def _export(self, envelope: Envelope) -> Path:
+        """`exports/POOL/ID` of this root, of whichever it says where it was copied or moved from."""
+        return self.root.joinpath(*Path(envelope.record["export"]).parts[-3:])
+
     def deployed(self, pool: str) -> Path | None:
         """The specification that a pool was last deployed by, if its export is as it was then."""
         envelope = self.envelope(("deployment", pool))
         if envelope is None or not self._sound(envelope, DEPLOYMENT):
             return None
-        return self.root / str(envelope.record["export"]) / DEPLOYMENT
+        return self._export(envelope) / DEPLOYMENT
 
     def required(self, node: Node) -> Envelope:
         """The stored record. Raises StoreError where the stage has not run."""
@@ -237,7 +255,7 @@ class Artifacts:
         try:
             if not _locked(handle):
                 raise StoreError(
-                    "another build is using this artifact root",
+                    "another build or removal is using this artifact root",
                     file=str(self.root),
                     remedy="wait for it to end, or give another --root",
                 )

@@ -224,6 +224,11 @@ CODES: dict[str, dict[str, Explanation]] = {
             "Collect garbage as the user who serves, or as root; see the message.",
             "warning",
         ),
+        "gone-pools": Explanation(
+            "`--gone` says that pools of the root are no more, whose files were not given: all of them goes.",
+            "Give their files too, or leave `--gone` out.",
+            "warning",
+        ),
         "root-unwritable": Explanation("The artifact root cannot be written.", "Give permission, or another --root."),
     },
     "Commands": {

@@ -235,12 +235,14 @@ class Adjustment(Record):
 
 class Group(Record):
     """Slots proposed to share one tensor. Members need not be contributors (a model that joined later, or was left
-    out). `compared`: where the method was chosen by evidence, what each of them would cost (rungs.choice)."""
+    out). `compared`: where the method was chosen by evidence, what each of them would cost (rungs.choice). `left_out`:
+    who made it once and does so no more (grouping.reform)."""
 
     recipe: Recipe
     members: tuple[Slot, ...]  # sorted by (model, layer)
     stage: Literal[1, 2] = 1  # reference grouping: same layer first, across layers second
     compared: dict[Method, float] = _unsaid({})
+    left_out: tuple[Contributor, ...] = _unsaid(())
 
 
 class Exclusion(Record):

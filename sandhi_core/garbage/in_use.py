@@ -1,8 +1,10 @@
 """Which files and directories running processes use, as far as /proc tells. Linux only."""
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePath
@@ -12,7 +14,8 @@ from pathlib import Path, PurePath
 class InUse:
     """`mapped`: inode to the processes that map a file with it, each with the path that it was opened by; on which
     device does not count, because some file systems tell another one of a mapping than of the file. `commands`:
-    process to its command line. `unseen`: how many processes belong to others, so that what they map is not known."""
+    process to its command line and the real paths of the files in it. `unseen`: how many processes belong to others,
+    so that what they map is not known."""
 
     mapped: Mapping[int, Collection[tuple[int, str]]]
     commands: Mapping[int, str]
@@ -25,7 +28,7 @@ class InUse:
                 if not _of_another(PurePath(path), directory):
                     return f"mapped by process {pid}"
         for pid, command in self.commands.items():
-            if str(directory) in command:
+            if str(directory) in command or str(directory.resolve()) in command:
                 return f"named in the command of process {pid}"
         return None
 
@@ -33,11 +36,11 @@ class InUse:
 def _of_another(path: PurePath, directory: Path) -> bool:
     """Whether a file was opened in a directory beside this one: exports have files in common. A container may see
     both elsewhere, under the same last names."""
-    parts = path.parts
-    return any(
-        home == directory.parent.name and len(name) == len(directory.name) and name != directory.name
-        for home, name in pairwise(parts)
-    )
+    if path.is_relative_to(directory):
+        return False
+    named = re.compile(rf"[0-9a-f]{{{len(directory.name)}}}")
+    beside = [name for home, name in pairwise(path.parts) if home == directory.parent.name and named.fullmatch(name)]
+    return bool(beside) and beside[-1] != directory.name
 
 
 def look(processes: Iterable[Path] | None = None) -> InUse:
@@ -50,10 +53,10 @@ def look(processes: Iterable[Path] | None = None) -> InUse:
         if pid == os.getpid():
             continue
         try:
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            if not command:  # threads of the kernel have none, and map nothing
+            words = list(filter(None, (process / "cmdline").read_bytes().decode(errors="replace").split("\0")))
+            if not words:  # threads of the kernel have none, and map nothing
                 continue
-            commands[pid] = command
+            commands[pid] = " ".join([*words, *_named(words, (process / "cwd").readlink())])
             for inode, path in _files(process / "maps"):
                 mapped[inode].add((pid, path))
         except PermissionError:
@@ -61,6 +64,13 @@ def look(processes: Iterable[Path] | None = None) -> InUse:
         except OSError:  # ended meanwhile
             continue
     return InUse(mapped, commands, unseen)
+
+
+def _named(words: Iterable[str], directory: Path) -> Iterator[str]:
+    """Real paths of the files that a command names, also from where it was called and as `--option=FILE`."""
+    for word in words:
+        with suppress(OSError, ValueError):  # what no file can be named
+            yield str((directory / word.rpartition("=")[2]).resolve(strict=True))
 
 
 def _files(maps: Path) -> Iterator[tuple[int, str]]:

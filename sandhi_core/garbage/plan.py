@@ -21,11 +21,13 @@ _REPORT = (".html", ".png", ".parquet")
 @dataclass(frozen=True)
 class Garbage:
     """`removals` in the order in which they go; `kept` are the exports, and what lies among them, that stay, each with
-    why; `others` are pools of the root that were not named, whose results stay."""
+    why; `others` are pools of the root that were not named, whose results stay, `gone` those that were said to be no
+    more."""
 
     removals: tuple[Removal, ...]
     kept: tuple[Export, ...]
     others: tuple[str, ...]
+    gone: tuple[str, ...]
 
 
 def garbage(
@@ -60,7 +62,7 @@ def garbage(
     removals += _recorded(artifacts, records)
     removals += _reports(artifacts, () if others else known - catalogue.pools.keys())
     removals += _kept_for_pools(artifacts, members, manifests, None if others else inputs, in_use)
-    return Garbage(tuple(removals), tuple(stays), others)
+    return Garbage(tuple(removals), tuple(stays), others, tuple(sorted(known - catalogue.pools.keys())) if gone else ())
 
 
 def _pools(artifacts: Artifacts) -> set[str]:

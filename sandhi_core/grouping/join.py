@@ -66,7 +66,9 @@ def _carried(group: Group, former: Former, now: Mapping[Where, Slot], keep_remov
     bytes_of = {m.digest for m in members}
     if gone and not keep_removed:
         choice = former.methods.chosen(members) if len(bytes_of) > 1 else None
-        update = None if choice is None else {"recipe": choice.recipe, "compared": dict(choice.compared)}
+        update = (
+            None if choice is None else {"recipe": choice.recipe, "compared": dict(choice.compared), "left_out": ()}
+        )
     else:
         recipe = former.methods.repinned(group, alike)
         held = bytes_of if recipe.method == "base" else bytes_of | {c.digest for c in recipe.contributors}

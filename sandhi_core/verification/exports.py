@@ -21,14 +21,24 @@ _KINDS = ("private", "duplicate", "merged")
 
 def verify_all(arguments: Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the command answers to its arguments (verification.arguments): the document of one export, or of several
-    `exports` with all their problems; and the tables of each. Raises as `verify` does, and UsageError for arguments
-    that do not go together."""
+    `exports` with all their problems; and the tables of each. Raises UsageError for arguments that do not go together,
+    and of one export as `verify` does; of several the table of one that cannot be looked at is what is wrong with it.
+    """
     measuring = _measuring(arguments)
-    tables = [verify(export.expanduser().resolve(), measuring)[0] for export in arguments.exports]
-    if len(tables) == 1:
-        return tables[0], tables
+    exports = [export.expanduser().resolve() for export in arguments.exports]
+    if len(exports) == 1:
+        table = verify(exports[0], measuring)[0]
+        return table, [table]
+    tables = [_verified(export, measuring) for export in exports]
     problems = [problem for table in tables for problem in table["problems"]]
     return {"ok": all(table["ok"] for table in tables), "exports": tables, "problems": problems}, tables
+
+
+def _verified(export: Path, measuring: Measuring | None) -> dict[str, Any]:
+    try:
+        return verify(export, measuring)[0]
+    except ProofError as error:
+        return {"ok": False, "export": str(export), "problems": [error.problem.model_dump(mode="json")]}
 
 
 def _measuring(arguments: Namespace) -> Measuring | None:

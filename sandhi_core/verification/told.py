@@ -14,12 +14,16 @@ _HELD = ("rss", "pss", "shared", "private", "unmapped", "whole")
 def tell(table: Mapping[str, Any]) -> None:
     """What one export holds and shares, what its servers were found to hold and answer, on standard output; everything
     that is not as its manifest and deployment say on standard error, before the verdict."""
+    problems = [Problem.model_validate(problem).line() for problem in table["problems"]]
+    if "manifest" not in table:  # one of several exports that cannot be looked at
+        _print(problems, sys.stderr)
+        return
     _print(_holds(table), sys.stdout)
     if table["memory"] is not None:
         _print(_measured(table["bytes"], table["memory"]), sys.stdout)
     if table["answers"] is not None:
         _print(_answers(table["answers"]), sys.stdout)
-    _print((Problem.model_validate(problem).line() for problem in table["problems"]), sys.stderr)
+    _print(problems, sys.stderr)
     errors = sum(problem["severity"] == "error" for problem in table["problems"])
     verdict = count(errors, "error") if errors else "everything is as recorded"
     _print([f"{count(table['tensors_checked'], 'tensor')} re-read: {verdict}"], sys.stdout)

@@ -56,6 +56,7 @@ def test_processes_that_cannot_be_looked_at_are_counted(tmp_path: Path) -> None:
     for pid, command in {"71": b"python\0x\0", "72": b"", "73": b"gone"}.items():
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "cmdline").write_bytes(command)
+    (tmp_path / "71" / "cwd").symlink_to(tmp_path / "71" / "maps")  # where nothing can be named
     (tmp_path / "71" / "maps").write_text(
         "7f00-7f10 r--s 00000000 fe:00 4711                   /a file (deleted)\n7f20-7f30 rw-p 00000000 00:00 0\n"
     )
@@ -70,6 +71,28 @@ def test_what_others_map_is_not_known() -> None:
     code += "os.setgroups([]); os.setgid(65534); os.setuid(65534); print(look().unseen)"
     done = subprocess.run([sys.executable, "-c", code, str(CHECKOUT)], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 0
+
+
+def test_a_command_names_an_export_by_any_path_that_leads_there(tmp_path: Path) -> None:
+    export = tmp_path / "root" / "exports" / "p" / ("0" * 16)
+    export.mkdir(parents=True)
+    (tmp_path / "link").symlink_to("root")
+    for at, (folder, word) in enumerate(
+        [
+            (export, "."),
+            (export.parent, "0" * 16),
+            (tmp_path, f"--model=link/exports/p/{'0' * 16}"),
+            (tmp_path, "x" * 9999),
+        ]
+    ):
+        process = tmp_path / "proc" / str(at)
+        process.mkdir(parents=True)
+        (process / "cmdline").write_bytes(f"serve\0{word}\0".encode())
+        (process / "cwd").symlink_to(folder)
+        (process / "maps").write_text("")
+        told = look([process]).of(export, ())
+        assert told == (None if len(word) > 999 else f"named in the command of process {at}")
+    assert look([process]).commands[at].startswith("serve xxx")
 
 
 def test_removal_and_stages_keep_out_of_each_others_way(root: Root) -> None:

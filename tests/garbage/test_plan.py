@@ -77,6 +77,10 @@ def test_servers_of_the_deployed_export_do_not_keep_others_that_share_its_files(
     for opened in (common, Path("/models", *common.parts[-4:])):  # as a container may see it
         mapped = InUse({common.stat().st_ino: {(7, str(opened))}}, {}, 0)
         assert by_kind(root.garbage(in_use=mapped))["export"] == {first.name}
+    for above in ("/data/small/sandhi-artifacts", f"/data/small/{'0' * 16}"):  # folders that look like exports
+        mapped = InUse({1: {(7, f"{above}/exports/small/{first.name}/single/x")}}, {}, 0)
+        assert mapped.of(Path(above, "exports", "small", first.name), {1}) == "mapped by process 7"
+        assert mapped.of(Path(above, "exports", "small", third.name), {1}) is None
     elsewhere = InUse({common.stat().st_ino: {(7, "/linked/by/hand.safetensors")}}, {}, 0)
     assert "export" not in by_kind(root.garbage(in_use=elsewhere))
 

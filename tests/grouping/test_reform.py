@@ -67,6 +67,25 @@ def test_rounds_end() -> None:
     assert groups(earlier=third, taken=everything("a")) == third == groups(earlier=third, taken=())
 
 
+def test_who_joined_and_takes_the_tensor_makes_it_at_the_next_regrouping_and_who_does_not_stays_a_guest() -> None:
+    wider = POOL | {m: fingerprint(m, 2) for m in "ef"}
+    joined = groups(wider, groups())
+    assert makers(joined) == {"abcd"} and {len(g.members) for g in joined.groups} == {6}
+    everybody = {(m, s.tensor) for m in "abcde" for s in wider[m].slots}
+    second = groups(wider, joined, everybody)
+    assert makers(second) == {"abcde"} and all(g.left_out == () for g in second.groups)
+    # c is left out, and f comes in; then e goes, and c does not come back whatever it takes
+    third = groups(wider, second, {(m, s.tensor) for m in "abdef" for s in wider[m].slots})
+    assert makers(third) == {"abdef"} and {c.model for g in third.groups for c in g.left_out} == {"c"}
+    fourth = groups(wider, third, {(m, s.tensor) for m in "abcdf" for s in wider[m].slots})
+    assert makers(fourth) == {"abdf"} and {c.model for g in fourth.groups for c in g.left_out} == {"c", "e"}
+    assert groups(wider, fourth, {(m, s.tensor) for m in wider for s in wider[m].slots}) == fourth
+
+
+def test_records_of_groups_nobody_was_left_out_of_are_what_they_were() -> None:
+    assert b"left_out" not in groups().canonical()
+
+
 def test_what_changed_is_formed_by_all() -> None:
     second = groups(earlier=groups(), taken=everything("abd"))
     moved = POOL | {"c": fingerprint("c", 2, bytes_of={(0, "up"): "new"})}
@@ -94,6 +113,7 @@ def test_makers_only_ever_become_fewer_and_are_never_one(
     for whole, fewer, fewest in zip(first.groups, second, third, strict=True):
         made = [set(g.recipe.contributors) for g in (whole, fewer, fewest)]
         assert made[0] >= made[1] >= made[2] and len(made[2]) > 1
+        assert set(fewest.left_out) == made[0] - made[2]
         assert whole.members == fewer.members == fewest.members
 
 

@@ -207,3 +207,29 @@ def test_with_a_record_that_is_damaged_nothing_goes_until_a_build_has_made_it_ag
     assert before.items() <= tree(root).items()
     assert built(folder / "tiny.yaml", root)["ran"] == [["deployment", "tiny"]]
     assert gc(folder, root, "--keep", "0", "--apply")["applied"]
+
+
+def test_pools_that_are_said_to_be_gone_are_named_and_a_file_of_either_ending_is_a_pool_file(
+    edited: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    folder, exports = edited
+    pool = yaml.safe_load((folder / "tiny.yaml").read_text())
+    pool["evaluation"]["include_path"] = str(folder / "tasks")
+    for model in pool["models"]:
+        model["path"] = str(folder / model["name"])
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump(pool))
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(pool | {"name": "other"}))
+
+    def told() -> dict[str, Any]:
+        status, out, err = sandhi("gc", tmp_path, "--root", folder / "root", "--gone", "--keep", "2", "--json")
+        assert status == 0, err
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    assert not names(told(), "export") and not told()["problems"]
+    (tmp_path / "team").mkdir()
+    (tmp_path / "tiny.yml").rename(tmp_path / "team" / "tiny.yml")
+    gone = told()
+    assert names(gone, "export") == {path.name for path in exports}
+    ((code, message),) = [(problem["code"], problem["message"]) for problem in gone["problems"]]
+    assert code == "gone-pools" and "no given file defines tiny" in message

@@ -78,6 +78,17 @@ def test_a_life_of_a_pool(tiny_pool: PoolWriter, tmp_path: Path) -> None:
     assert {k for s, k in ran(regrouped) if s == "trajectory"} == {"tiny.a", "tiny.b", "tiny.c"}
     assert not {s for s, _ in ran(regrouped)} & {"checkpoint", "profile"}
 
+    # Formed anew without being asked to, groups that models joined would share other tensors.
+    record = root / "records" / "groups" / "tiny.h32-bf16.json"
+    whole = json.loads(record.read_bytes())
+    record.write_text("{")
+    pool = tiny_pool(["a", "b", "c", "wide"], deploy={"device_memory": "40GiB"})
+    status, _, err = sandhi("build", pool, "--root", root)
+    assert status == 1 and str(record) in err and "is damaged: it says who joined" in err and "--regroup" in err
+    assert ran(built(pool, root, "--regroup")) == {("groups", "tiny.h32-bf16")}
+    record.write_text(json.dumps(whole | {"version": 0, "record": {}}))  # of another version of Sandhi
+    assert ran(built(pool, root)) == {("groups", "tiny.h32-bf16")}
+
     removed = built(tiny_pool(["a", "b", "wide"], deploy={"device_memory": "40GiB"}), root)
     assert not {s for s, _ in ran(removed)} & {"checkpoint", "profile"}
     assert {m: tensors(removed, m) for m in ("a", "b")} == before  # as before c came

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sandhi_core.errors import UsageError
+from sandhi_core.errors import ProofError, UsageError
 from sandhi_core.memory import Holder
 from sandhi_core.pools.pool import DeploySettings
 from sandhi_core.serving.measure import Held
@@ -15,6 +15,7 @@ from sandhi_core.verification.arguments import ANSWERS, add_arguments, originals
 from sandhi_core.verification.exports import verify, verify_all
 from sandhi_core.verification.originals import originals_of
 from sandhi_core.verification.servers import Measuring
+from sandhi_core.verification.told import tell
 from tests.deployed import deployed
 from tests.exported import MODELS, Case, make_case, make_models
 
@@ -48,6 +49,25 @@ def test_several_exports_answer_with_one_document(case: Case, tmp_path: Path, di
     document, tables = verify_all(arguments(good, bad))
     assert document["exports"] == tables and [table["ok"] for table in tables] == [True, False]
     assert not document["ok"] and document["problems"] == tables[1]["problems"]
+
+
+def test_an_export_without_a_manifest_does_not_keep_others_from_being_looked_at(
+    case: Case, tmp_path: Path, directories: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = deployed(case), deployed(make_case(tmp_path / "other", directories))
+    bad.joinpath("sandhi.json").chmod(0o644)
+    bad.joinpath("sandhi.json").write_text("")
+    document, tables = verify_all(arguments(bad, good, tmp_path / "none"))
+    assert [table["ok"] for table in tables] == [False, True, False] and not document["ok"]
+    assert [problem["file"] for problem in document["problems"]] == [
+        str(bad / "sandhi.json"), str(tmp_path / "none" / "sandhi.json")
+    ]  # fmt: skip
+    for table in tables:
+        tell(table)
+    printed = capsys.readouterr()
+    assert str(good) in printed.out and str(bad / "sandhi.json") in printed.err
+    with pytest.raises(ProofError, match="no manifest"):
+        verify_all(arguments(bad))
 
 
 @pytest.mark.parametrize(
