@@ -226,10 +226,10 @@ def test_pools_that_are_said_to_be_gone_are_named_and_a_file_of_either_ending_is
         document: dict[str, Any] = json.loads(out)
         return document
 
-    assert not names(told(), "export") and not told()["problems"]
+    assert not names(told(), "export") and "gone-pools" not in {problem["code"] for problem in told()["problems"]}
     (tmp_path / "team").mkdir()
     (tmp_path / "tiny.yml").rename(tmp_path / "team" / "tiny.yml")
     gone = told()
     assert names(gone, "export") == {path.name for path in exports}
-    ((code, message),) = [(problem["code"], problem["message"]) for problem in gone["problems"]]
-    assert code == "gone-pools" and "no given file defines tiny" in message
+    (message,) = [problem["message"] for problem in gone["problems"] if problem["code"] == "gone-pools"]
+    assert "no given file defines tiny" in message
