@@ -204,7 +204,7 @@ def test_one_build_of_a_root_at_a_time(tiny_pool: PoolWriter, tmp_path: Path) ->
     with settings.artifacts().lock():
         status, _, err = sandhi("build", settings.pools, "--root", settings.root)
     assert status == 1
-    assert err.startswith("error: store: ") and "another build is using this artifact root" in err
+    assert err.startswith("error: store: ") and "another build or removal is using this artifact root" in err
     assert len(err.splitlines()) == 1  # nothing was read before it was refused
 
 
