@@ -27,8 +27,9 @@ class InUse:
             for pid, path in self.mapped.get(inode, ()):
                 if not _of_another(PurePath(path), directory):
                     return f"mapped by process {pid}"
+        names = {str(directory), str(directory.resolve())}
         for pid, command in self.commands.items():
-            if str(directory) in command or str(directory.resolve()) in command:
+            if any(name in command for name in names):
                 return f"named in the command of process {pid}"
         return None
 
