@@ -83,7 +83,7 @@ def _warnings(found: Garbage, in_use: InUse) -> list[Problem]:
         remedy = "give its file too (of a directory those right in it, *.yaml and *.yml), or leave --gone out"
         told.append(Problem(code="gone-pools", severity="warning", message=message, remedy=remedy))
     if in_use.unseen and any(removal.kind == "export" for removal in found.removals):
-        message = f"what {in_use.unseen} processes of other users map is not known"
+        message = f"what processes of other users map is not known: {in_use.unseen} could not be looked at"
         remedy = "run as root where servers belong to another user; a server keeps what it maps, and cannot start again"
         told.append(Problem(code="unseen", severity="warning", message=message, remedy=remedy))
     return told

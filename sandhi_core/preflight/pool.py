@@ -208,6 +208,7 @@ def _differences(one: dict[str, int], other: dict[str, int]) -> int:
 
 def _budget(pool: Pool, entry: ModelEntry, task: TaskBudget, counted: Mapping[Split, int]) -> Iterator[Problem]:
     """A budget must allow at least one question of the split to be lost, or it allows nothing."""
+    least = max((1 / counted[split] for split in _DECIDING if counted.get(split)), default=1.0)
     for split, count in counted.items():
         fraction: float = getattr(pool.evaluation.splits, split)
         if count == 0:
@@ -223,7 +224,7 @@ def _budget(pool: Pool, entry: ModelEntry, task: TaskBudget, counted: Mapping[Sp
                 "budget-too-fine",
                 f"budget {task.budget:g} of task {task.task} is finer than one of the {count} questions of the "
                 f"{split} split; that takes {needed} there, about {ceil(needed / fraction)} in all",
-                f"give the task that many questions, or a budget of at least {1 / count:.4g}",
+                f"give the task that many questions, or a budget of at least {least:.4g}",
                 model=entry.name,
             )
 

@@ -200,6 +200,7 @@ def test_a_budget_of_exactly_one_question_is_fine_and_less_is_not(tmp_path: Path
     assert "one of the 49 questions of the search split; that takes 50 there, about 167 in all" in problem.message
     many = check_pool(pool, found, counts(50, 10, 20), tmp_path)
     assert sorted((p.code, p.model) for p in many) == [("budget-too-fine", m) for m in ("a", "a", "b", "b")]
+    assert {p.remedy.partition("budget of ")[2] for p in many} == {"at least 0.1"}  # what both splits allow
 
 
 @pytest.mark.parametrize("budget", [1 / 3, 1 / 7, 1 / 49, 0.1, 0.3])
