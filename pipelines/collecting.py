@@ -79,7 +79,7 @@ def _inputs(catalogue: Catalogue, artifacts: Artifacts) -> tuple[dict[str, str] 
 def _warnings(found: Garbage, in_use: InUse) -> list[Problem]:
     told = []
     if found.gone:
-        message = f"no given file defines {', '.join(found.gone)}: everything of it goes, the deployed export too"
+        message = f"no given file defines {', '.join(found.gone)}: what no process uses goes, the deployed export too"
         remedy = "give its file too (of a directory those right in it, *.yaml and *.yml), or leave --gone out"
         told.append(Problem(code="gone-pools", severity="warning", message=message, remedy=remedy))
     if in_use.unseen and any(removal.kind == "export" for removal in found.removals):

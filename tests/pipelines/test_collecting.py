@@ -194,7 +194,7 @@ def test_wrong_use_removes_nothing(
     assert tree(folder / "root") == before
 
 
-def test_with_a_record_that_is_damaged_nothing_goes_until_a_build_has_made_it_again(
+def test_with_a_record_that_is_damaged_nothing_goes_until_a_build_has_made_it_again_and_a_root_may_move(
     edited: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
     folder, _ = edited
@@ -207,6 +207,13 @@ def test_with_a_record_that_is_damaged_nothing_goes_until_a_build_has_made_it_ag
     assert before.items() <= tree(root).items()
     assert built(folder / "tiny.yaml", root)["ran"] == [["deployment", "tiny"]]
     assert gc(folder, root, "--keep", "0", "--apply")["applied"]
+    moved = root.rename(tmp_path / "moved")
+    again = built(folder / "tiny.yaml", moved)
+    assert again["ran"] == [["deployment", "tiny"]]
+    export = Path(again["pools"]["tiny"]["export"])
+    assert export.is_relative_to(moved) and json.loads((export / "deployment.json").read_bytes())["export"] == str(
+        export
+    )
 
 
 def test_pools_that_are_said_to_be_gone_are_named_and_a_file_of_either_ending_is_a_pool_file(
